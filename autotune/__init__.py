@@ -1,0 +1,1 @@
+"""The search for the fastest correct configuration of an operator on a GPU."""

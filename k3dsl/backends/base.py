@@ -1,0 +1,89 @@
+"""What every backend agrees on: the generated source, the built artifact and the reason a kernel is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a kernel, schedule or target combination is refused.
+
+    `code` is stable and machine readable, `message` is for people, `where` is the user's file:line when known.
+    """
+
+    code: str
+    message: str
+    where: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of a generated kernel, in order.
+
+    kind: 'pointer' (a tensor's base address), 'dim' (a runtime dim), 'stride' (elements), 'scalar'.
+    dtype: k3dsl dtype name of the pointee or of the scalar ('bf16', 'f32', 'i32', 'i64', ...).
+    divisible_by: known divisor of the value (of the address in bytes for a pointer); 1 when nothing is known.
+    source: for kind 'pointer' the tensor's name, for 'dim' the dim's name, for 'stride' "tensor:axis", for 'scalar' its name.
+    """
+
+    name: str
+    kind: Literal["pointer", "dim", "stride", "scalar"]
+    dtype: str
+    divisible_by: int = 1
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Generated code of one kernel, ready for the backend's toolchain.
+
+    name: the function's name inside `text`. options: toolchain options (for Triton: num_warps, num_stages, maxnreg,
+    enable_fp_fusion). ir_hash: identity of the kernel the text was printed from.
+    """
+
+    backend: str
+    name: str
+    text: str
+    args: tuple[Arg, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    ir_hash: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the built artifact uses, as far as the toolchain tells without a GPU. None: not known.
+
+    shared_bytes per program, registers per thread, spill_bytes per thread (stack used for spills), warps launched,
+    instructions: matrix instruction families found ('wgmma', 'mma.sync', 'tcgen05', 'mfma'), with their counts.
+    """
+
+    shared_bytes: int | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    warps: int | None = None
+    instructions: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A built kernel: its machine code and all that a launch needs, without any compiler.
+
+    format: 'cubin' or 'hsaco'. entry: the symbol to launch. launch: threads per program (`threads`), dynamic shared
+    memory (`shared_bytes`), `global_scratch_bytes` per program and its alignment, and `params`, the size in bytes of
+    each machine parameter in order (arguments first, then the backend's hidden ones). assembly: PTX or AMD assembly.
+    """
+
+    source: Source
+    target: str
+    format: str
+    entry: str
+    binary: bytes
+    launch: dict[str, Any]
+    inspection: Inspection
+    assembly: str = ""
+    toolchain: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,281 @@
+"""Structured tensor access as Triton text: pointers with masks, or tensor descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from k3dsl.ir.graph import Index, Kernel, Op, TensorParam
+from k3dsl.ir.symbols import INT32_MAX, Expr
+from k3dsl.passes.affine import affine, span_in_bounds
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass
+class Axis:
+    """One axis of the accessed tile: which tile axes it fills, and the text of its element numbers and mask."""
+
+    index: Index
+    first: int  # position of its first tile axis in the result
+    rank: int  # number of tile axes it fills
+
+
+def dim_text(expr: Expr, wide: bool = False) -> str:
+    """A dim expression as kernel text; `wide` computes in 64 bits."""
+    symbol = (lambda n: f"{n}.to(tl.int64)") if wide else (lambda n: n)
+
+    def call(op: str, a: str, b: str) -> str:
+        if op == "floordiv":
+            return f"(({a}) // ({b}))"
+        if op == "cdiv":
+            return f"((({a}) + ({b}) - 1) // ({b}))"
+        if op == "mod":
+            return f"(({a}) % ({b}))"
+        return f"tl.{'minimum' if op == 'min' else 'maximum'}({a}, {b})"
+
+    return expr.render(symbol, call)
+
+
+class AccessPrinter:
+    """Writes the offsets and masks of one memory op."""
+
+    def __init__(
+        self,
+        op: Op,
+        tensor: TensorParam,
+        kernel: Kernel,
+        text: Callable[[int], str] = lambda slot: "0",
+        share: Callable[[str, str], str] = lambda text, wish: text,
+    ) -> None:
+        self.op, self.tensor, self.kernel, self.text, self.share = op, tensor, kernel, text, share
+        self.axes: list[Axis] = []
+        position, gathered = 0, False
+        for index in op.index:
+            rank = {"scalar": 0, "full": 1, "span": len(index.shape), "tile": 0 if gathered else len(index.shape)}[
+                index.kind
+            ]
+            self.axes.append(Axis(index, position, rank))
+            if index.kind == "tile":
+                if gathered:
+                    self.axes[-1].first = next(a.first for a in self.axes if a.index.kind == "tile")
+                gathered = True
+            position += rank
+        self.rank = position
+        shape: list[int] = []
+        for axis in self.axes:
+            if axis.rank:
+                shape.extend(axis.index.shape)
+        self.shape = tuple(shape)
+        order = tuple(op.attrs.get("order") or range(self.rank))
+        self.order = order
+        self.place = {a: k for k, a in enumerate(order)}  # where a tile axis stands in the printed nesting
+
+    @property
+    def permuted(self) -> bool:
+        return self.order != tuple(range(self.rank))
+
+    def _expand(self, text: str, tile_axes: list[int]) -> str:
+        """`text` has one axis for each of tile_axes, in order; inserts the other axes with None."""
+        if self.rank <= 1 or not tile_axes:
+            return text
+        keys = ["None"] * self.rank
+        for a in tile_axes:
+            keys[self.place[a]] = ":"
+        if [self.place[a] for a in tile_axes] != sorted(self.place[a] for a in tile_axes):
+            order = sorted(range(len(tile_axes)), key=lambda k: self.place[tile_axes[k]])
+            text = f"tl.permute({text}, ({', '.join(map(str, order))}))"
+        return f"{text}[{', '.join(keys)}]"
+
+    def _arange(self, tile_axis: int) -> str:
+        n = pow2(self.shape[tile_axis])
+        text = f"tl.arange(0, {n})"
+        hint = self.op.attrs.get("contiguity")
+        if hint and tile_axis == self.rank - 1:
+            text = f"tl.max_contiguous({text}, {hint})"
+        return self._expand(text, [tile_axis])
+
+    def lanes(self, axis: Axis) -> str:
+        """Element numbers 0, 1, ... along a span or full axis, over its tile axes."""
+        parts: list[str] = []
+        step = 1
+        tile_axes = range(axis.first, axis.first + axis.rank)
+        wide = [a for a in tile_axes if self.shape[a] > 1] or [tile_axes[-1]]
+        for a in reversed(tile_axes):
+            if a not in wide:
+                continue
+            parts.append(self._arange(a) + (f" * {step}" if step != 1 else ""))
+            step *= self.shape[a]
+        return " + ".join(reversed(parts))
+
+    def scalar_offsets(self) -> list[str]:
+        """Terms of the offset that are one number a program, in 64 bits where they may exceed 32."""
+        terms: list[str] = []
+        for axis, stride in zip(self.axes, self.tensor.stride_exprs(), strict=True):
+            index = axis.index
+            if index.kind not in ("scalar", "span") or index.start is None:
+                continue
+            value = self.op.operands[index.start]
+            position = affine(value, self.kernel)
+            if position.constant == 0:
+                continue
+            terms.append(self._product(self.text(index.start), position, stride))
+        return terms
+
+    def _product(self, text: str, position: Expr, stride: Expr) -> str:
+        known = position.constant
+        if known is not None:
+            return dim_text(stride * known, wide=_exceeds(stride * known))
+        if stride.constant == 1:
+            return text
+        total = (position * stride).upper()
+        if total is None or total > INT32_MAX:
+            return f"{_atom(text)}.to(tl.int64) * {_factor(stride, wide=_exceeds(stride))}"
+        return f"{_atom(text)} * {_factor(stride)}"
+
+    def tile_offsets(self) -> list[str]:
+        """Terms of the offset that differ within the tile: 32 bits where they provably fit."""
+        terms: list[str] = []
+        for axis, stride in zip(self.axes, self.tensor.stride_exprs(), strict=True):
+            index = axis.index
+            if index.kind == "tile" and index.start is not None:
+                v = self.op.operands[index.start]
+                first = next(a for a in self.axes if a.index.kind == "tile").first
+                lanes = self._expand(_atom(self.text(index.start)), list(range(first, first + len(v.shape))))
+                wide = True
+            elif axis.rank:
+                lanes = self.lanes(axis)
+                size = 1
+                for extent in index.shape:
+                    size *= pow2(extent)
+                wide = _exceeds(stride * size)
+            else:
+                continue
+            if stride.constant == 1:
+                terms.append(f"{_sum(lanes)}.to(tl.int64)" if wide and index.kind == "tile" else lanes)
+            elif wide:
+                terms.append(f"{_sum(lanes)}.to(tl.int64) * {_factor(stride, wide=_exceeds(stride))}")
+            else:
+                terms.append(f"{_sum(lanes)} * {_factor(stride)}")
+        return terms
+
+    def masks(self, tensor_bounds_checked: bool = False) -> list[str]:
+        """Conditions that every touched element must satisfy. Padding lanes and rows past `end` are left out.
+
+        tensor_bounds_checked: a descriptor already clips at the tensor's own extent.
+        """
+        out: list[str] = []
+        for number, axis in enumerate(self.axes):
+            index = axis.index
+            if axis.rank == 0:
+                continue
+            for a in range(axis.first, axis.first + axis.rank):
+                if pow2(self.shape[a]) != self.shape[a]:
+                    out.append(f"({self._arange(a)} < {self.shape[a]})")
+            if index.kind != "span" or index.end is None or span_in_bounds(self.op, number, self.kernel):
+                continue
+            end = self.op.operands[index.end]
+            if tensor_bounds_checked and affine(end, self.kernel) == self.tensor.shape[number]:
+                continue
+            assert index.start is not None
+            start = self.text(index.start)
+            lanes = self.lanes(axis)
+            position = (
+                lanes if affine(self.op.operands[index.start], self.kernel).constant == 0 else f"{start} + {lanes}"
+            )
+            out.append(f"({position} < {self.text(index.end)})")
+        slot = self.op.attrs.get("mask_slot")
+        if slot is not None:
+            text = self.text(slot)
+            if self.permuted:
+                text = f"tl.permute({text}, ({', '.join(map(str, self.order))}))"
+            out.append(_atom(text))
+        return out
+
+    def pointer(self) -> str:
+        base = self.tensor.name
+        scalars, tiles = self.scalar_offsets(), self.tile_offsets()
+        if tiles and not any(axis.index.kind == "tile" for axis in self.axes):
+            tiles = [self.share(" + ".join(tiles), f"{self.tensor.name}_offsets")]
+        if scalars:
+            base = f"{base} + ({' + '.join(scalars)})" if len(scalars) > 1 else f"{base} + {scalars[0]}"
+        if tiles:
+            joined = " + ".join(tiles)
+            base = f"{base} + ({joined})" if len(tiles) > 1 else f"{base} + {_group(joined)}"
+        return base
+
+    def descriptor_block(self) -> tuple[tuple[int, ...], list[str]]:
+        """Block shape and the coordinates of the block's corner, for an op that descriptor_reason() allows."""
+        block, corner = [], []
+        for axis in self.axes:
+            index = axis.index
+            if index.kind == "full":
+                block.append(pow2(index.shape[0]))
+                corner.append("0")
+            else:
+                assert index.start is not None
+                size = 1
+                for extent in index.shape:
+                    size *= extent
+                block.append(size if index.kind == "span" else 1)
+                corner.append(self.text(index.start))
+        return tuple(block), corner
+
+    def descriptor_reason(self) -> str | None:
+        """Why this access cannot use a tensor descriptor, or None."""
+        if self.op.opcode == "atomic_add":
+            return "an atomic add goes through pointers"
+        if any(i.kind == "tile" for i in self.op.index):
+            return "gathers and scatters go through pointers"
+        if not 1 <= self.tensor.rank <= 5:
+            return f"a descriptor has 1 to 5 axes, {self.tensor.name} has {self.tensor.rank}"
+        if any(pow2(n) != n for n in self.shape):
+            return "the tile's extents are not powers of two"
+        block, _ = self.descriptor_block()
+        if any(n > 256 for n in block):
+            return f"a descriptor block has at most 256 rows an axis, this one is {list(block)}"
+        if block[-1] * self.tensor.dtype.bytes < 16:
+            return "the block's last axis is under 16 bytes"
+        strides = self.tensor.stride_exprs()
+        if strides[-1].constant != 1:
+            return "the last axis is not contiguous"
+        for stride in strides[:-1]:
+            if (stride.divisor() * self.tensor.dtype.bytes) % 16:
+                return f"stride {stride} is not known to be a multiple of 16 bytes"
+        if self.op.opcode == "store" and self.masks(tensor_bounds_checked=True):
+            return "a descriptor store clips only at the tensor's end, not at the span's"
+        return None
+
+
+def _exceeds(expr: Expr) -> bool:
+    upper = expr.upper()
+    return upper is None or upper > INT32_MAX
+
+
+def _factor(stride: Expr, wide: bool = False) -> str:
+    text = dim_text(stride, wide)
+    return text if len(stride.terms) <= 1 and "//" not in text else f"({text})"
+
+
+def _atom(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() or (text.startswith("(") and _closed(text)) else f"({text})"
+
+
+def _closed(text: str) -> bool:
+    depth = 0
+    for k, ch in enumerate(text):
+        depth += (ch == "(") - (ch == ")")
+        if depth == 0 and k < len(text) - 1:
+            return False
+    return True
+
+
+def _sum(text: str) -> str:
+    return f"({text})" if " + " in text else text
+
+
+def _group(text: str) -> str:
+    return f"({text})" if " + " in text else text

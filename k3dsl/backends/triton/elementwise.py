@@ -1,0 +1,180 @@
+"""Triton text of the elementwise ops, and the helper functions that a generated module may need."""
+
+from __future__ import annotations
+
+import math
+
+from k3dsl.ir.types import DType, f32
+
+TL_DTYPES = {
+    "f64": "tl.float64",
+    "f32": "tl.float32",
+    "f16": "tl.float16",
+    "bf16": "tl.bfloat16",
+    "f8e4m3": "tl.float8e4nv",
+    "f8e5m2": "tl.float8e5",
+    "i64": "tl.int64",
+    "i32": "tl.int32",
+    "i16": "tl.int16",
+    "i8": "tl.int8",
+    "u8": "tl.uint8",
+    "i1": "tl.int1",
+}
+
+_INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "shl": "<<",
+    "shr": ">>",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+}
+
+_CALLS = {
+    "exp": "tl.exp({})",
+    "exp2": "tl.exp2({})",
+    "log": "tl.log({})",
+    "log2": "tl.log2({})",
+    "log1p": "_log1p({})",
+    "sqrt": "tl.sqrt_rn({})",
+    "rsqrt": "tl.rsqrt({})",
+    "tanh": "_tanh({})",
+    "sigmoid": "tl.sigmoid({})",
+    "softplus": "_softplus({})",
+    "reciprocal": "1.0 / {}",
+    "sin": "tl.sin({})",
+    "cos": "tl.cos({})",
+    "erf": "tl.erf({})",
+    "floor": "tl.floor({})",
+    "ceil": "tl.ceil({})",
+}
+
+_APPROXIMATE = {
+    "reciprocal": "_reciprocal_approx({})",
+    "tanh": "_tanh_approx({})",
+    "sigmoid": "_reciprocal_approx(1.0 + tl.exp2({} * -1.4426950408889634))",
+    "sqrt": "tl.sqrt({})",
+}
+
+HELPERS = {
+    "_log1p": """
+@triton.jit
+def _log1p(x):
+    # log(u) * x / (u - 1) undoes the rounding of u = 1 + x
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+""",
+    "_softplus": """
+@triton.jit
+def _softplus(x):
+    y = tl.exp(-tl.abs(x))
+    u = 1.0 + y
+    return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+""",
+    "_tanh": """
+@triton.jit
+def _tanh(x):
+    # e = exp(-2|x|); near 0 the odd series keeps full relative precision
+    a = tl.abs(x)
+    e = tl.exp(-2.0 * a)
+    s = x * x
+    small = x * (1.0 + s * (-0.3333333333333333 + s * (0.13333333333333333 - s * 0.05396825396825397)))
+    return tl.where(a < 0.125, small, tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e))
+""",
+    "_reciprocal_approx": """
+@triton.jit
+def _reciprocal_approx(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+""",
+    "_tanh_approx": """
+@triton.jit
+def _tanh_approx(x):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+""",
+    "_exp2_neg": """
+@triton.jit
+def _exp2_neg(x):
+    # 2**-x; as PTX, so that the sign is part of the instruction
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x],
+        dtype=tl.float32, is_pure=True, pack=1)
+""",
+    "_max": """
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b)
+""",
+    "_min": """
+@triton.jit
+def _min(a, b):
+    return tl.minimum(a, b)
+""",
+    "_mul": """
+@triton.jit
+def _mul(a, b):
+    return a * b
+""",
+    "_or": """
+@triton.jit
+def _or(a, b):
+    return a | b
+""",
+    "_and": """
+@triton.jit
+def _and(a, b):
+    return a & b
+""",
+}
+
+
+def literal(value: float | int | bool, dtype: DType) -> str:
+    """A constant as Python text."""
+    if dtype.is_bool:
+        return "True" if value else "False"
+    if not dtype.is_float:
+        return str(int(value))
+    v = float(value)
+    if math.isinf(v):
+        return 'float("inf")' if v > 0 else '-float("inf")'
+    if math.isnan(v):
+        return 'float("nan")'
+    return repr(v)
+
+
+def infix(opcode: str) -> str | None:
+    return _INFIX.get(opcode)
+
+
+def call_text(opcode: str, arg: str, approx: bool, asm: bool) -> tuple[str, bool]:
+    """Text of a unary float function, and whether it is an atom (needs no parentheses).
+
+    asm: the target takes inline PTX; without it the exact form is used.
+    """
+    template = _CALLS[opcode]
+    if approx and asm and opcode in _APPROXIMATE:
+        template = _APPROXIMATE[opcode]
+    return template.format(arg), not template.startswith("1.0 /")
+
+
+def minmax(opcode: str, dtype: DType, a: str, b: str) -> str:
+    """NaN in either operand gives NaN."""
+    name = "tl.maximum" if opcode == "max" else "tl.minimum"
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if dtype.is_float else ""
+    return f"{name}({a}, {b}{nan})"
+
+
+def needs_f32(opcode: str, dtype: DType) -> bool:
+    """Functions (and division) of 16-bit floats are computed in fp32 and rounded once."""
+    return dtype.is_float and dtype.bits < f32.bits and (opcode in _CALLS or opcode == "div")

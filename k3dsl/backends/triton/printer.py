@@ -1,0 +1,580 @@
+"""Prints IR as a readable Triton module: one function, all static values as literals, origin lines as comments."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+from k3dsl.backends.triton.access import AccessPrinter, _atom, dim_text, pow2
+from k3dsl.backends.triton.elementwise import HELPERS, TL_DTYPES, call_text, infix, literal, minmax, needs_f32
+from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.errors import LegalityError
+from k3dsl.ir.graph import Kernel, Op, Region, Value, walk
+from k3dsl.ir.opset import BINARY, BITWISE, COMPARE, UNARY_FLOAT
+from k3dsl.ir.types import f32
+
+MAX_INLINE = 88
+_RESERVED = frozenset({"tl", "triton", "range", "float", "int", "min", "max", "sum", "abs", *keyword.kwlist})
+ELEMENTWISE = frozenset({*COMPARE, *BITWISE, *BINARY, "where"})
+_IDENTITY = {"sum": "0", "prod": "1", "max": '-float("inf")', "min": 'float("inf")', "any": "False", "all": "True"}
+
+
+class Printer:
+    """State of one printing: names in use, indentation, helpers needed."""
+
+    def __init__(self, kernel: Kernel, schedule: TritonSchedule, asm: bool) -> None:
+        self.kernel = kernel
+        self.schedule = schedule
+        self.asm = asm
+        self.lines: list[str] = []
+        self.depth = 1
+        self.used: set[str] = set(_RESERVED)
+        self.helpers: dict[str, str] = {}
+        self.text_of: dict[int, str] = {}
+        self.atomic: set[int] = set()
+        self.zero_padded: set[int] = set()
+        self.uses: dict[int, int] = {}
+        self.home: dict[int, Region] = {}
+        self.user_region: dict[int, set[int]] = {}
+        self.users: dict[int, list[Op]] = {}
+        self.yields: set[int] = set()
+        self.shared: dict[str, str] = {}
+        self.prologue: list[str] = []
+        self.descriptors: dict[tuple[str, tuple[int, ...]], str] = {}
+        self.last_loc: str | None = None
+        self._count(kernel.body)
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _count(self, region: Region) -> None:
+        for v in region.args:
+            self.home[id(v)] = region
+        for op in region.ops:
+            for v in op.operands:
+                self.uses[id(v)] = self.uses.get(id(v), 0) + 1
+                self.user_region.setdefault(id(v), set()).add(id(region))
+                self.users.setdefault(id(v), []).append(op)
+            for v in op.results:
+                self.home[id(v)] = region
+            for inner in op.regions:
+                self._count(inner)
+        for v in region.yields:
+            self.yields.add(id(v))
+            self.uses[id(v)] = self.uses.get(id(v), 0) + 2  # a yielded value gets a name of its own
+
+    def name(self, wish: str | None, fallback: str = "t") -> str:
+        base = "".join(ch if ch.isalnum() or ch == "_" else "_" for ch in (wish or fallback)) or fallback
+        if base[0].isdigit() or base == "_":
+            base = f"{fallback}_{base}"
+        name, k = base, 1
+        while name in self.used:
+            name, k = f"{base}_{k}", k + 1
+        self.used.add(name)
+        return name
+
+    def line(self, text: str, loc: str | None = None) -> None:
+        if loc is not None and loc != self.last_loc:
+            self.lines.append("    " * self.depth + f"# {loc}")
+            self.last_loc = loc
+        self.lines.append("    " * self.depth + text)
+
+    def text(self, v: Value) -> str:
+        return self.text_of[id(v)]
+
+    def atom(self, v: Value) -> str:
+        t = self.text_of[id(v)]
+        return t if id(v) in self.atomic else _atom(t)
+
+    def bind(
+        self, op: Op, text: str, *, atomic: bool = False, inline: bool = True, zero: bool = False, fallback: str = "t"
+    ) -> None:
+        """Gives an op's result its text: inlined where it is used once nearby and short, else a named variable."""
+        v = op.result
+        if zero:
+            self.zero_padded.add(id(v))
+        once = self.uses.get(id(v), 0) == 1 and self.user_region.get(id(v), set()) == {id(self.home[id(v)])}
+        if inline and once and v.name is None and len(text) <= MAX_INLINE:
+            self.text_of[id(v)] = text
+            if atomic:
+                self.atomic.add(id(v))
+            return
+        name = self.name(v.name, fallback)
+        self.line(f"{name} = {text}", op.loc)
+        self.text_of[id(v)] = name
+        self.atomic.add(id(v))
+
+    def alias(self, op: Op, of: Value) -> None:
+        v = op.result
+        self.text_of[id(v)] = self.text_of[id(of)]
+        if id(of) in self.atomic:
+            self.atomic.add(id(v))
+
+    # ---- module ------------------------------------------------------------------------------------------------------
+
+    def module(self, name: str, header: str) -> str:
+        """The whole module. Runtime dims that the body never reads are no arguments: see `arguments`."""
+        tensors, scalars = [t.name for t in self.kernel.tensors], [s.name for s in self.kernel.scalars]
+        self.used.update([*tensors, *scalars, *(s.name for s in self.kernel.dims)])
+        for s, v in zip(scalars, self.kernel.scalar_values, strict=True):
+            self.text_of[id(v)] = s
+            self.atomic.add(id(v))
+        self._descriptors()
+        self.region(self.kernel.body)
+        lines = self.prologue + self.lines or ["    return"]
+        words = set(re.findall(r"\w+", "\n".join(lines)))
+        self.arguments: list[str] = [*tensors, *(s.name for s in self.kernel.dims if s.name in words), *scalars]
+        signature = f"def {name}({', '.join(self.arguments)}):"
+        if len(signature) > 118:
+            signature = f"def {name}(\n    {', '.join(self.arguments)},\n):"
+        parts = [f'"""{header}"""\n\nimport triton\nimport triton.language as tl\n', *self.helpers.values()]
+        return "\n".join(parts) + f"\n\n@triton.jit\n{signature}\n" + "\n".join(lines) + "\n"
+
+    def share(self, text: str, wish: str) -> str:
+        """A variable at the top of the function for text that depends on no traced value."""
+        if text not in self.shared:
+            self.shared[text] = self.name(wish)
+            self.prologue.append(f"    {self.shared[text]} = {text}")
+        return self.shared[text]
+
+    def helper(self, name: str, text: str | None = None) -> str:
+        self.helpers.setdefault(name, text if text is not None else HELPERS[name])
+        return name
+
+    def _descriptors(self) -> None:
+        wanted = set(self.schedule.descriptors)
+        for op in walk(self.kernel.body):
+            if op.index and op.attrs["tensor"] in wanted:
+                tensor = self.kernel.tensor(op.attrs["tensor"])
+                access = AccessPrinter(op, tensor, self.kernel)
+                reason = access.descriptor_reason()
+                if reason is not None:
+                    raise LegalityError(f"{tensor.name} cannot use a tensor descriptor: {reason}", where=op.loc)
+                block, _ = access.descriptor_block()
+                if (tensor.name, block) in self.descriptors:
+                    continue
+                name = self.name(f"{tensor.name}_desc")
+                self.descriptors[tensor.name, block] = name
+                shape = ", ".join(dim_text(e) for e in tensor.shape)
+                strides = ", ".join(dim_text(e) for e in tensor.stride_exprs())
+                self.line(
+                    f"{name} = tl.make_tensor_descriptor({tensor.name}, [{shape}], [{strides}], {list(block)})", op.loc
+                )
+
+    # ---- regions -----------------------------------------------------------------------------------------------------
+
+    def region(self, region: Region) -> None:
+        for op in region.ops:
+            method = getattr(self, f"op_{op.opcode}", None)
+            if method is not None:
+                method(op)
+            else:
+                self.elementwise(op)
+
+    # ---- elementwise -------------------------------------------------------------------------------------------------
+
+    def _operand(self, v: Value, op: Op) -> str:
+        """An operand of an elementwise op; a broadcast needs no text where Triton broadcasts by itself."""
+        if v.op is not None and v.op.opcode == "broadcast" and _absorbs(op):
+            return self.atom(v.op.operands[0])
+        return self.atom(v)
+
+    def elementwise(self, op: Op) -> None:
+        code = op.opcode
+        dtype = op.operands[0].dtype
+        args = [self._operand(v, op) for v in op.operands]
+        narrow = needs_f32(code, dtype)
+        if narrow:
+            args = [f"{a}.to(tl.float32)" for a in args]
+        atomic = False
+        if code in UNARY_FLOAT:
+            source = op.operands[0].op
+            if code == "exp2" and self.asm and not narrow and source is not None and source.opcode == "neg":
+                text, atomic = f"{self.helper('_exp2_neg')}({self.text(source.operands[0])})", True
+            else:
+                text, atomic = call_text(code, args[0], bool(op.attrs.get("approx")), self.asm)
+                for name in HELPERS:
+                    if f"{name}(" in text:
+                        self.helper(name)
+        elif code in ("min", "max"):
+            text, atomic = minmax(code, dtype, self._operand_text(op.operands[0], op), self._operand_text(op.operands[1], op)), True
+        elif code == "neg":
+            text = f"-{args[0]}"
+        elif code == "abs":
+            text, atomic = f"tl.abs({self._operand_text(op.operands[0], op)})", True
+        elif code == "not":
+            text = f"~{args[0]}" if not dtype.is_bool else f"{args[0]} == 0"
+        else:
+            symbol = infix(code)
+            if symbol is None:
+                raise LegalityError(f"the Triton backend does not know op {code!r}", where=op.loc)
+            text = f"{args[0]} {symbol} {args[1]}"
+        if narrow:
+            text, atomic = f"{_atom(text) if not atomic else text}.to({TL_DTYPES[dtype.name]})", True
+        self.bind(op, text, atomic=atomic, zero=self._keeps_zero(op))
+
+    def _operand_text(self, v: Value, op: Op) -> str:
+        t = self._operand(v, op)
+        return t[1:-1] if t.startswith("(") and _atom(t[1:-1]) == t else t
+
+    def _keeps_zero(self, op: Op) -> bool:
+        return op.opcode in ("neg", "abs") and id(op.operands[0]) in self.zero_padded
+
+    def op_where(self, op: Op) -> None:
+        c, a, b = (self._operand_text(v, op) for v in op.operands)
+        dtype = op.result.dtype
+        if all(_literal(v) for v in op.operands[1:]) and dtype.name not in ("f32", "i32"):
+            a = f"tl.full([], {a}, {TL_DTYPES[dtype.name]})"
+        self.bind(op, f"tl.where({c}, {a}, {b})", atomic=True)
+
+    def op_cast(self, op: Op) -> None:
+        v, dtype = op.operands[0], op.attrs["dtype"]
+        if dtype.is_bool:
+            text = f"{self.atom(v)} != 0"
+            self.bind(op, text)
+            return
+        text = f"{self.atom(v)}.to({TL_DTYPES[dtype.name]})"
+        self.bind(op, text, atomic=True, zero=id(v) in self.zero_padded)
+
+    # ---- constants and shapes ----------------------------------------------------------------------------------------
+
+    def op_const(self, op: Op) -> None:
+        v = op.result
+        text = literal(op.attrs["value"], v.dtype)
+        self.text_of[id(v)] = text if not text.startswith("-") else f"({text})"
+        self.atomic.add(id(v))
+
+    def op_program_id(self, op: Op) -> None:
+        self.bind(op, f"tl.program_id({op.attrs['axis']})", atomic=True)
+
+    def op_dim(self, op: Op) -> None:
+        expr = op.attrs["expr"]
+        text = dim_text(expr, wide=op.result.dtype.bits == 64)
+        if text.isidentifier():
+            self.text_of[id(op.result)] = text
+            self.atomic.add(id(op.result))
+        else:
+            self.bind(op, text)
+
+    def op_iota(self, op: Op) -> None:
+        self.bind(op, f"tl.arange(0, {pow2(op.attrs['size'])})", atomic=True)
+
+    def op_assume(self, op: Op) -> None:
+        v = op.operands[0]
+        n = op.attrs["divisible_by"]
+        text = f"tl.multiple_of({self.text(v)}, {n})" if n > 1 else self.text(v)
+        self.bind(op, text, atomic=True)
+
+    def op_broadcast(self, op: Op) -> None:
+        v, shape = op.operands[0], op.result.shape
+        if all(self._absorbed(op.result, u) for u in self.users.get(id(op.result), [])) and not self.yielded(op.result):
+            self.alias(op, v)
+            return
+        padded = [pow2(n) for n in shape]
+        if v.shape == ():
+            self.bind(op, f"tl.full({padded}, {self.text(v)}, {TL_DTYPES[v.dtype.name]})", atomic=True)
+        else:
+            self.bind(op, f"tl.broadcast_to({self.text(v)}, {padded})", atomic=True)
+
+    def yielded(self, v: Value) -> bool:
+        return id(v) in self.yields
+
+    def _absorbed(self, v: Value, user: Op) -> bool:
+        """True when `user` can take the broadcast's operand in its place."""
+        if user.opcode in ("store", "atomic_add"):
+            assert v.op is not None
+            return v.op.operands[0].shape == () and user.operands[user.attrs["value_slot"]] is v
+        return _absorbs(user)
+
+    def op_reshape(self, op: Op) -> None:
+        v, shape = op.operands[0], op.result.shape
+        a, b = [n for n in v.shape if n != 1], [n for n in shape if n != 1]
+        if a != b and any(pow2(n) != n for n in a + b):
+            raise LegalityError(
+                f"reshape {v.type} to {list(shape)}: the Triton backend pads extents to powers of two, so it cannot "
+                "regroup an axis that is not one",
+                where=op.loc,
+                fix="use extents that are powers of two",
+            )
+        zero = id(v) in self.zero_padded
+        if a == b and len(shape) > len(v.shape) and v.shape:
+            keys, k = [], 0
+            for n in shape:
+                if k < len(v.shape) and v.shape[k] == n:
+                    keys.append(":")
+                    k += 1
+                else:
+                    keys.append("None")
+            if k == len(v.shape):
+                self.bind(op, f"{self.atom(v)}[{', '.join(keys)}]", atomic=True, zero=zero)
+                return
+        padded = [pow2(n) for n in shape]
+        if v.shape == ():
+            self.bind(op, f"tl.full({padded}, {self.text(v)}, {TL_DTYPES[v.dtype.name]})", atomic=True)
+        elif shape == ():
+            self.bind(op, f"tl.sum(tl.reshape({self.text(v)}, [{v.type.size}]), 0)", atomic=True)
+        else:
+            self.bind(op, f"tl.reshape({self.text(v)}, {padded})", atomic=True, zero=zero)
+
+    def op_permute(self, op: Op) -> None:
+        v, axes = op.operands[0], op.attrs["axes"]
+        zero = id(v) in self.zero_padded
+        if tuple(axes) == (1, 0):
+            self.bind(op, f"tl.trans({self.text(v)})", atomic=True, zero=zero)
+        else:
+            self.bind(op, f"tl.permute({self.text(v)}, {tuple(axes)})", atomic=True, zero=zero)
+
+    # ---- reductions, scans, products ---------------------------------------------------------------------------------
+
+    def _axis_iota(self, shape: tuple[int, ...], axis: int) -> str:
+        text = f"tl.arange(0, {pow2(shape[axis])})"
+        if len(shape) == 1:
+            return text
+        return f"{text}[{', '.join(':' if k == axis else 'None' for k in range(len(shape)))}]"
+
+    def _masked(self, v: Value, axis: int, fill: str) -> str:
+        """The operand with padding lanes along `axis` replaced by a neutral value."""
+        n = v.shape[axis]
+        if pow2(n) == n or (fill == "0" and id(v) in self.zero_padded):
+            return self.text(v)
+        if not v.dtype.is_float and "inf" in fill:
+            limit = 2 ** (v.dtype.bits - 1)
+            fill = str(-limit) if fill.startswith("-") else str(limit - 1)
+        return f"tl.where({self._axis_iota(v.shape, axis)} < {n}, {self.text(v)}, {fill})"
+
+    def op_reduce(self, op: Op) -> None:
+        axis, kind, keep = op.attrs["axis"], op.attrs.get("kind"), op.attrs.get("keepdim")
+        if kind is None:
+            self._combined(op, "tl.reduce")
+            return
+        x = self._masked(op.operands[0], axis, _IDENTITY[kind])
+        end = f", axis={axis}" + (", keep_dims=True" if keep else "")
+        if kind in ("sum", "max", "min"):
+            text = f"tl.{kind}({x}{end})"
+            if op.operands[0].dtype.bits == 16 and kind == "sum":
+                text = f"tl.sum({x}.to(tl.float32){end}).to({TL_DTYPES[op.result.dtype.name]})"
+        else:
+            fn = self.helper({"prod": "_mul", "any": "_or", "all": "_and"}[kind])
+            text = f"tl.reduce({x}, {axis}, {fn}" + (", keep_dims=True)" if keep else ")")
+        self.bind(op, text, atomic=True)
+
+    def op_argmax(self, op: Op) -> None:
+        fill = _IDENTITY["max" if op.opcode == "argmax" else "min"]
+        x = self._masked(op.operands[0], op.attrs["axis"], fill)
+        keep = ", keep_dims=True" if op.attrs.get("keepdim") else ""
+        self.bind(op, f"tl.{op.opcode}({x}, axis={op.attrs['axis']}, tie_break_left=True{keep})", atomic=True)
+
+    op_argmin = op_argmax
+
+    def op_scan(self, op: Op) -> None:
+        axis, kind, reverse = op.attrs["axis"], op.attrs.get("kind"), bool(op.attrs.get("reverse"))
+        if kind is None:
+            self._combined(op, "tl.associative_scan")
+            return
+        v = op.operands[0]
+        x = self._masked(v, axis, _IDENTITY[kind]) if reverse else self.text(v)
+        end = f", axis={axis}" + (", reverse=True" if reverse else "")
+        if kind in ("sum", "prod"):
+            self.bind(op, f"tl.cum{kind}({x}{end})", atomic=True)
+        else:
+            fn = self.helper(f"_{kind}")
+            self.bind(op, f"tl.associative_scan({x}, {axis}, {fn}, reverse={reverse})", atomic=True)
+
+    def _combined(self, op: Op, call: str) -> None:
+        """A reduction or scan with its own combine, printed as a module-level function."""
+        axis, region = op.attrs["axis"], op.regions[0]
+        for v in op.operands:
+            if pow2(v.shape[axis]) != v.shape[axis] and (call == "tl.reduce" or op.attrs.get("reverse")):
+                raise LegalityError(
+                    f"{op.opcode} with its own combine over {v.shape[axis]} elements: the Triton backend pads to a "
+                    "power of two and knows no neutral element",
+                    where=op.loc,
+                    fix="use an extent that is a power of two",
+                )
+        name = self.name(f"_combine_{self.kernel.name}")
+        inner = Printer(Kernel(name, [], [], [], (), region), self.schedule, self.asm)
+        for v in region.args:
+            inner.text_of[id(v)] = inner.name(v.name, "x")
+            inner.atomic.add(id(v))
+        names = ", ".join(inner.text_of[id(v)] for v in region.args)
+        inner.region(region)
+        outs = ", ".join(inner.text(v) for v in region.yields)
+        body = "\n".join([*inner.lines, f"    return {outs}"])
+        self.helpers.update(inner.helpers)
+        self.helper(name, f"\n@triton.jit\ndef {name}({names}):\n{body}\n")
+        tiles = ", ".join(self.text(v) for v in op.operands)
+        tiles = f"({tiles})" if len(op.operands) > 1 else tiles
+        extra = f", reverse={bool(op.attrs.get('reverse'))}" if call != "tl.reduce" else ""
+        if call == "tl.reduce" and op.attrs.get("keepdim"):
+            extra = ", keep_dims=True"
+        targets = [self.name(v.name) for v in op.results]
+        self.line(f"{', '.join(targets)} = {call}({tiles}, {axis}, {name}{extra})", op.loc)
+        for v, t in zip(op.results, targets, strict=True):
+            self.text_of[id(v)] = t
+            self.atomic.add(id(v))
+
+    def op_select(self, op: Op) -> None:
+        v, axis, position = op.operands[0], op.attrs["axis"], op.attrs["position"]
+        if v.shape[axis] == 1:
+            shape = [pow2(n) for k, n in enumerate(v.shape) if k != axis]
+            text = f"tl.reshape({self.text(v)}, {shape})" if shape else f"tl.sum({self.text(v)}, axis=0)"
+            self.bind(op, text, atomic=True)
+            return
+        if v.dtype.is_bool:
+            chosen = f"tl.where({self._axis_iota(v.shape, axis)} == {position}, {self.text(v)}.to(tl.int32), 0)"
+            self.bind(op, f"tl.sum({chosen}, axis={axis}) != 0")
+            return
+        # -0.0 is the neutral element of an fp sum, so the select costs no addition
+        zero = "-0.0" if v.dtype.is_float else "0"
+        chosen = f"tl.where({self._axis_iota(v.shape, axis)} == {position}, {self.text(v)}, {zero})"
+        self.bind(op, f"tl.sum({chosen}, axis={axis})", atomic=True)
+
+    def op_dot(self, op: Op) -> None:
+        a, b = op.operands[0], op.operands[1]
+        n = a.type.rank
+        left, right = self._masked(a, n - 1, "0"), self._masked(b, n - 2, "0")
+        parts = [left, right]
+        if len(op.operands) == 3:
+            parts.append(self.text(op.operands[2]))
+        if a.dtype == f32:
+            parts.append(f'input_precision="{op.attrs["precision"]}"')
+        self.bind(op, f"tl.dot({', '.join(parts)})", atomic=True)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _access(self, op: Op) -> AccessPrinter:
+        tensor = self.kernel.tensor(op.attrs["tensor"])
+        return AccessPrinter(op, tensor, self.kernel, lambda slot: self.text(op.operands[slot]), self.share)
+
+    def _mask_text(self, masks: list[str], rank: int) -> str:
+        return " & ".join(masks) if len(masks) > 1 else masks[0][1:-1] if masks[0].startswith("((") else masks[0]
+
+    def op_load(self, op: Op) -> None:
+        access = self._access(op)
+        other = op.attrs.get("other", 0.0)
+        dtype = op.result.dtype
+        if access.tensor.name in self.schedule.descriptors:
+            block, corner = access.descriptor_block()
+            name = self.descriptors[access.tensor.name, block]
+            text = f"{name}.load([{', '.join(corner)}])"
+            shape = [pow2(n) for n in access.shape]
+            if list(block) != shape:
+                text = f"tl.reshape({text}, {shape})" if shape else f"tl.sum(tl.reshape({text}, [1]), 0)"
+            masks = access.masks(tensor_bounds_checked=not other)
+            if masks:
+                text = f"tl.where({self._mask_text(masks, access.rank)}, {text}, {literal(other, dtype)})"
+            self.bind(op, text, atomic=True, inline=False, zero=not other, fallback=f"{access.tensor.name}_tile")
+            return
+        masks = access.masks()
+        text = f"tl.load({access.pointer()}"
+        if masks:
+            text += f", mask={self._mask_text(masks, access.rank)}, other={literal(other, dtype)}"
+        text += ")"
+        if dtype.is_bool:
+            text = f"{text} != 0"
+        if access.permuted:
+            inverse = tuple(access.order.index(k) for k in range(access.rank))
+            text = f"tl.permute({text}, {inverse})"
+        suffix = "tile" if access.rank else "value"
+        self.bind(
+            op, text, atomic=not dtype.is_bool, inline=False, zero=not other, fallback=f"{access.tensor.name}_{suffix}"
+        )
+
+    def op_store(self, op: Op) -> None:
+        access = self._access(op)
+        v = op.operands[op.attrs["value_slot"]]
+        value = self.text(v)
+        if access.tensor.name in self.schedule.descriptors:
+            block, corner = access.descriptor_block()
+            name = self.descriptors[access.tensor.name, block]
+            if list(block) != [pow2(n) for n in access.shape]:
+                value = f"tl.reshape({value}, {list(block)})"
+            self.line(f"{name}.store([{', '.join(corner)}], {value})", op.loc)
+            return
+        masks = access.masks()
+        mask = f", mask={self._mask_text(masks, access.rank)}" if masks else ""
+        call = "tl.store" if op.opcode == "store" else "tl.atomic_add"
+        order = ', sem="relaxed"' if op.opcode == "atomic_add" else ""
+        self.line(f"{call}({access.pointer()}, {value}{mask}{order})", op.loc)
+
+    op_atomic_add = op_store
+
+    # ---- control -----------------------------------------------------------------------------------------------------
+
+    def op_loop(self, op: Op) -> None:
+        region = op.regions[0]
+        index, carries = region.args[0], region.args[1:]
+        names = [self.name(v.name, "carry") for v in carries]
+        for name, v, initial in zip(names, carries, op.operands[2:], strict=True):
+            text = self.text(initial)
+            if initial.shape == () and initial.op is not None and initial.op.opcode == "const":
+                text = f"tl.full([], {text}, {TL_DTYPES[initial.dtype.name]})"
+            self.line(f"{name} = {text}", op.loc)
+            self.text_of[id(v)] = name
+            self.atomic.add(id(v))
+        start, stop, step = self.text(op.operands[0]), self.text(op.operands[1]), op.attrs["step"]
+        label = op.attrs.get("label")
+        stages = self.schedule.stages.get(label, 1) if label else 1
+        i = self.name(index.name, "i")
+        if op.attrs.get("reverse"):
+            k = self.name(f"{i}_back")
+            trips = f"({_atom(stop)} - {_atom(start)} + {step - 1}) // {step}" if step > 1 else f"{_atom(stop)} - {_atom(start)}"
+            trips_name = self.name(f"{i}_trips")
+            self.line(f"{trips_name} = {trips}")
+            self.line(f"for {k} in tl.range(0, {trips_name}, num_stages={stages}):", op.loc)
+            self.depth += 1
+            self.line(f"{i} = {_atom(start)} + ({trips_name} - 1 - {k}) * {step}")
+        else:
+            by = f", {step}" if step != 1 else ""
+            self.line(f"for {i} in tl.range({start}, {stop}{by}, num_stages={stages}):", op.loc)
+            self.depth += 1
+        self.text_of[id(index)] = i
+        self.atomic.add(id(index))
+        self.region(region)
+        self._yield(region, names, carries)
+        if not region.ops and not carries:
+            self.line("pass")
+        self.depth -= 1
+        for v, name in zip(op.results, names, strict=True):
+            self.text_of[id(v)] = name
+            self.atomic.add(id(v))
+
+    def _yield(self, region: Region, names: list[str], carries: list[Value]) -> None:
+        texts = [self.text(v) for v in region.yields]
+        if len(names) > 1:
+            # all new values exist before the first carry changes
+            for k, (v, text) in enumerate(zip(region.yields, texts, strict=True)):
+                if any(v is c for c in carries) and text != names[k]:
+                    temporary = self.name(f"{text}_old")
+                    self.line(f"{temporary} = {text}")
+                    texts[k] = temporary
+        for name, text in zip(names, texts, strict=True):
+            if name != text:
+                self.line(f"{name} = {text}")
+
+    def op_when(self, op: Op) -> None:
+        region = op.regions[0]
+        self.line(f"if {self.text(op.operands[0])}:", op.loc)
+        self.depth += 1
+        before = len(self.lines)
+        self.region(region)
+        if len(self.lines) == before:
+            self.line("pass")
+        self.depth -= 1
+
+
+def _literal(v: Value) -> bool:
+    """True when the value is printed as a bare number."""
+    if v.op is not None and v.op.opcode == "broadcast":
+        v = v.op.operands[0]
+    return v.op is not None and v.op.opcode == "const"
+
+
+def _absorbs(op: Op) -> bool:
+    """True when Triton's own broadcasting of the op's operands gives the result's shape."""
+    if op.opcode not in ELEMENTWISE or not op.result.shape:
+        return False
+    joint = [1] * len(op.result.shape)
+    for v in op.operands:
+        shape = v.op.operands[0].shape if v.op is not None and v.op.opcode == "broadcast" else v.shape
+        joint = [max(a, b) for a, b in zip(joint, shape, strict=True)] if shape else joint
+    return tuple(joint) == op.result.shape and not all(_literal(v) for v in op.operands)

@@ -1,0 +1,1 @@
+"""The command line, top of the stack."""

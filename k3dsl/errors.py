@@ -1,0 +1,61 @@
+"""Every kind of failure k3dsl reports, one class each, under one base."""
+
+from __future__ import annotations
+
+
+class K3Error(Exception):
+    """Base of all errors that k3dsl raises on purpose.
+
+    The message says what failed, where (the user's file and line when there is one), why, and what to change.
+    """
+
+    def __init__(self, message: str, *, where: object = None, fix: str | None = None) -> None:
+        self.message = message
+        self.where = str(where) if where is not None else None
+        self.fix = fix
+        text = f"{self.where}: {message}" if self.where else message
+        super().__init__(f"{text}\n  fix: {fix}" if fix else text)
+
+
+class ArgumentError(K3Error, ValueError):
+    """A public function was called with an argument it cannot take."""
+
+
+class UnknownNameError(ArgumentError):
+    """An op, target, backend, knob, dim or kernel that does not exist."""
+
+
+class TraceError(K3Error):
+    """A kernel's Python function did something that cannot be traced."""
+
+
+class ParseError(K3Error):
+    """Printed IR that does not parse."""
+
+
+class VerifyError(K3Error):
+    """IR that breaks a rule of the language."""
+
+
+class EvaluationError(K3Error):
+    """A kernel misbehaved on real data: out of bounds, two writers of one element, a read of another program's write."""
+
+
+class LegalityError(K3Error):
+    """A backend cannot lower this kernel with this schedule for this target."""
+
+
+class ResourceError(K3Error):
+    """A kernel needs more shared memory, registers or threads than the target has."""
+
+
+class BuildError(K3Error):
+    """The toolchain (Triton, ptxas, ...) refused generated code."""
+
+
+class LaunchError(K3Error):
+    """A compiled kernel could not be loaded or launched."""
+
+
+class BundleError(K3Error):
+    """A bundle on disk is missing, malformed or does not fit this machine."""

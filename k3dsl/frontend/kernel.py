@@ -1,0 +1,188 @@
+"""`@kernel`: an ordinary Python function that is traced into IR once for each set of static dims, knobs and dtypes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from k3dsl.errors import ArgumentError, TraceError, UnknownNameError
+from k3dsl.frontend.builder import _HERE, Builder, _short
+from k3dsl.frontend.tensor import Declaration, TensorRef, TensorSpec
+from k3dsl.frontend.tile import Tile
+from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.graph import ScalarParam, TensorParam, Value
+from k3dsl.ir.symbols import Expr, Sym, parse_expr
+from k3dsl.ir.types import DType, TileType
+
+DimValue = Any  # int | Sym | Expr
+
+
+class Namespace:
+    """Dims or knobs by attribute: d.T, c.BV. An unknown name says which names there are."""
+
+    def __init__(self, what: str, values: Mapping[str, Any]) -> None:
+        self._what = what
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self._values[name]
+        except KeyError:
+            raise UnknownNameError(*_unknown(self._what, name, self._values)) from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+
+def _unknown(what: str, name: str, known: Mapping[str, Any]) -> tuple[str]:
+    near = difflib.get_close_matches(name, list(known), n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
+    return (f"unknown {what} {name!r}; {hint}",)
+
+
+class Kernel:
+    """A kernel in the language. `trace` turns it into IR; k3dsl.compile and the ops do so for you."""
+
+    def __init__(self, fn: Callable[..., None], grid: Callable[[Any, Any], tuple[Any, ...]], name: str | None) -> None:
+        self.fn = fn
+        self.grid = grid
+        self.name = name or fn.__name__
+        self.__doc__ = fn.__doc__
+        self.parameters: dict[str, Declaration] = {}
+        parameters = list(inspect.signature(fn).parameters.values())
+        if len(parameters) < 2:
+            raise TraceError(f"kernel {self.name} must take (d, c, ...tensors)", where=self.location)
+        for p in parameters[2:]:
+            if not isinstance(p.default, Declaration):
+                raise TraceError(
+                    f"parameter {p.name!r} of kernel {self.name} is not declared",
+                    where=self.location,
+                    fix=f'give it a declaration as default: {p.name}=In("T H"), Out(...), InOut(...) or Scalar(f32)',
+                )
+            self.parameters[p.name] = p.default
+
+    @property
+    def location(self) -> str:
+        return f"{_short(self.fn.__code__.co_filename)}:{self.fn.__code__.co_firstlineno}"
+
+    def trace(
+        self,
+        dims: Mapping[str, DimValue],
+        knobs: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, DType | TensorSpec | None] | None = None,
+    ) -> IRKernel:
+        """Runs the function once with symbolic values.
+
+        dims: each an int (static) or a Sym (runtime, with facts). knobs: plain values. tensors: a dtype or TensorSpec for
+        each parameter whose declaration leaves the dtype open; None leaves an optional one out.
+        Raises TraceError with the user's file and line.
+        """
+        given = dict(tensors or {})
+        for name in given:
+            if name not in self.parameters:
+                raise UnknownNameError(*_unknown(f"parameter of kernel {self.name}", name, self.parameters))
+        values = {n: Expr.of(v) if isinstance(v, (Sym, Expr)) else v for n, v in dims.items()}
+        symbols = {v.name: v for v in dims.values() if isinstance(v, Sym)}
+        knobs = dict(knobs or {})
+        d, c = Namespace("dim", values), Namespace("knob", knobs)
+
+        params: list[TensorParam] = []
+        scalars: list[ScalarParam] = []
+        arguments: dict[str, Any] = {}
+        for name, declaration in self.parameters.items():
+            if declaration.role == "scalar":
+                assert declaration.dtype is not None
+                scalars.append(ScalarParam(name, declaration.dtype))
+                continue
+            spec = given.get(name, declaration.dtype if not declaration.optional else None)
+            if spec is None:
+                if not declaration.optional:
+                    raise ArgumentError(
+                        f"kernel {self.name}: no dtype given for tensor {name!r}",
+                        where=self.location,
+                        fix=f"pass tensors={{{name!r}: bf16}}",
+                    )
+                arguments[name] = None
+                continue
+            if isinstance(spec, DType):
+                spec = TensorSpec(spec)
+            param = self._tensor_param(name, declaration, spec, values, knobs)
+            for stride in spec.strides or ():
+                if isinstance(stride, Sym):
+                    symbols[stride.name] = stride
+            params.append(param)
+            arguments[name] = TensorRef(param)
+
+        builder = Builder({p.name: p for p in params})
+        scalar_values = [Value(TileType(s.dtype), None, s.name) for s in scalars]
+        for s, v in zip(scalars, scalar_values, strict=True):
+            builder.home[id(v)] = builder.body
+            arguments[s.name] = Tile(v)
+        with builder.active(), _variable_names():
+            grid = self.grid(d, c)
+            result = self.fn(d, c, **arguments)
+        if result is not None:
+            raise TraceError(f"kernel {self.name} returns a value", where=self.location, fix="store results in tensors")
+        extents = tuple(Expr.of(g) for g in (grid if isinstance(grid, tuple) else (grid,)))
+        if not 1 <= len(extents) <= 3:
+            raise TraceError(f"kernel {self.name}: a grid has 1 to 3 axes, got {len(extents)}", where=self.location)
+        return IRKernel(
+            self.name, params, scalars, list(symbols.values()), extents, builder.body, scalar_values, self.location
+        )
+
+    def _tensor_param(
+        self, name: str, declaration: Declaration, spec: TensorSpec, dims: Mapping[str, Any], knobs: Mapping[str, Any]
+    ) -> TensorParam:
+        if declaration.dtype is not None and spec.dtype != declaration.dtype:
+            raise ArgumentError(f"kernel {self.name}: tensor {name!r} is {declaration.dtype}, got {spec.dtype}")
+        names = {n: v for n, v in {**knobs, **dims}.items() if isinstance(v, (int, Expr)) and not isinstance(v, bool)}
+        shape = tuple(parse_expr(token, names) for token in declaration.shape.split())
+        strides = None
+        if spec.strides is not None:
+            if len(spec.strides) != len(shape):
+                raise ArgumentError(f"tensor {name!r} has {len(shape)} axes, got {len(spec.strides)} strides")
+            strides = tuple(Expr.of(s) for s in spec.strides)
+        return TensorParam(name, spec.dtype, shape, declaration.role, strides)
+
+
+def kernel(*, grid: Callable[[Any, Any], Any], name: str | None = None) -> Callable[[Callable[..., None]], Kernel]:
+    """Declares a kernel. grid: (dims, knobs) -> a tuple of 1 to 3 extents."""
+
+    def decorate(fn: Callable[..., None]) -> Kernel:
+        return Kernel(fn, grid, name)
+
+    return decorate
+
+
+@contextmanager
+def _variable_names() -> Iterator[None]:
+    """While active, a traced value takes the name of the user's variable that holds it, for readable output."""
+
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        if event != "return" or os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
+            return
+        for name, held in list(frame.f_locals.items()):
+            if isinstance(held, Tile):
+                if held.value.name is None:
+                    held.value.name = name
+            elif isinstance(held, tuple) and held and all(isinstance(h, Tile) for h in held):
+                for k, h in enumerate(held):
+                    if h.value.name is None:
+                        h.value.name = f"{name}_{k}"
+
+    previous = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous)

@@ -1,0 +1,71 @@
+"""What is known at compile time of a value: a number, or an expression over dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from k3dsl.ir.graph import Value
+from k3dsl.ir.symbols import Expr, floordiv, larger, mod, smaller
+from k3dsl.ir.types import DType
+
+INTEGER_ARITHMETIC: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "floordiv": floordiv,
+    "mod": mod,
+    "min": smaller,
+    "max": larger,
+}
+
+
+def static_expr(value: Value) -> Expr | None:
+    """The expression over dims that an integer scalar equals, or None when it depends on more than dims."""
+    op = value.op
+    if op is None or value.shape != () or not value.dtype.is_int:
+        return None
+    if op.opcode == "const":
+        return Expr.of(op.attrs["value"])
+    if op.opcode == "dim":
+        return op.attrs["expr"]
+    if op.opcode == "cast" and widens(op.operands[0].dtype, value.dtype):
+        return static_expr(op.operands[0])
+    if op.opcode in INTEGER_ARITHMETIC and len(op.operands) == 2:
+        a, b = (static_expr(v) for v in op.operands)
+        return None if a is None or b is None else combine(op.opcode, a, b)
+    return None
+
+
+def combine(opcode: str, a: Expr, b: Expr) -> Expr | None:
+    """An integer operation on expressions; None where the language leaves it open (// and % of negative numbers)."""
+    if opcode in ("floordiv", "mod") and not (a.nonnegative() and (b - 1).nonnegative()):
+        return None
+    return INTEGER_ARITHMETIC[opcode](a, b)
+
+
+def uniform_constant(value: Value) -> float | int | bool | None:
+    """The number that every element of the value is known to be, seen through broadcast, reshape and permute."""
+    op = value.op
+    while op is not None and op.opcode in ("broadcast", "reshape", "permute"):
+        op = op.operands[0].op
+    return op.attrs["value"] if op is not None and op.opcode == "const" else None
+
+
+def integer_range(dtype: DType) -> tuple[int, int]:
+    """The least and the greatest value of an integer or bool dtype."""
+    if dtype.is_bool:
+        return 0, 1
+    if dtype.kind == "uint":
+        return 0, 2**dtype.bits - 1
+    return -(2 ** (dtype.bits - 1)), 2 ** (dtype.bits - 1) - 1
+
+
+def widens(a: DType, b: DType) -> bool:
+    """True when each value of `a` is exactly a value of `b`, of the same kind."""
+    if a == b:
+        return True
+    if a.is_float and b.is_float:
+        return b.bits > a.bits
+    if a.is_int and b.is_int:
+        return b.bits > a.bits and not (a.kind == "int" and b.kind == "uint")
+    return False

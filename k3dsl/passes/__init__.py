@@ -1,0 +1,1 @@
+"""Rewrites and analyses of the IR, one small module each."""

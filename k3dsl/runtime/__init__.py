@@ -1,0 +1,1 @@
+"""Compiling, launching, bundles and dispatch."""

@@ -1,0 +1,103 @@
+"""From a call on torch tensors to a compiled plan: picks the backend, remembers what was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from k3dsl import settings
+from k3dsl.errors import ArgumentError
+from k3dsl.ir.symbols import Sym
+from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.plan import Plan
+from k3dsl.targets import Target, detect
+
+NARROW = 1 << 24
+ALIGNMENT = 16
+
+
+def strides_of(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, tuple[int | Sym, ...]], dict[str, int]]:
+    """Layout facts of the tensors that are not contiguous: a symbol an axis with its divisor and size class, and values.
+
+    A symbol's facts depend only on the power of two that divides the stride and on whether it is under 2^24, so that
+    similar calls share code.
+    """
+    facts: dict[str, tuple[int | Sym, ...]] = {}
+    values: dict[str, int] = {}
+    for name, t in tensors.items():
+        if t.is_contiguous():
+            continue
+        symbols: list[int | Sym] = []
+        last = t.dim() - 1
+        for axis, stride in enumerate(t.stride()):
+            if axis == last and (stride == 1 or t.shape[axis] == 1):
+                symbols.append(1)
+                continue
+            if t.shape[axis] == 1:
+                stride = 0
+            divisor = next(n for n in (16, 8, 4, 2, 1) if stride % n == 0)
+            symbol = Sym(f"{name}_stride{axis}", divisor, 0, NARROW if stride <= NARROW else 1 << 45)
+            symbols.append(symbol)
+            values[symbol.name] = stride
+        facts[name] = tuple(symbols)
+    return facts, values
+
+
+def aligned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, those whose first element is not at a multiple of 16 bytes copied: generated code counts on it."""
+    return {n: t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for n, t in tensors.items()}
+
+
+def current_target(device: torch.device) -> Target | None:
+    """The target of a torch device; None for the CPU. Raises ArgumentError for a GPU that k3dsl does not know."""
+    if device.type == "cpu":
+        return None
+    target = detect()
+    if target is None:
+        raise ArgumentError(f"no target is known for {device}", fix="`k3dsl doctor` lists what this machine offers")
+    return target
+
+
+def choose_backend(device: torch.device) -> str:
+    """torch on the CPU; on a GPU what K3DSL_BACKEND says, Triton by default."""
+    wanted = str(settings.get("K3DSL_BACKEND"))
+    if device.type == "cpu":
+        return "torch"
+    return "triton" if wanted == "auto" else wanted
+
+
+class Dispatcher:
+    """Compiled plans of one op by everything that changes the code."""
+
+    def __init__(self, plan: Callable[..., Plan]) -> None:
+        self._plan = plan
+        self._known: dict[Any, Executable] = {}
+
+    def __call__(
+        self,
+        dims: Mapping[str, Any],
+        knobs: Mapping[str, Any],
+        options: Mapping[str, Any],
+        strides: Mapping[str, tuple[int | Sym, ...]],
+        device: torch.device,
+        schedules: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Executable:
+        backend = choose_backend(device)
+        key = (
+            backend,
+            device,
+            tuple(dims.items()),
+            tuple(knobs.items()),
+            tuple(options.items()),
+            tuple(strides.items()),
+            repr(schedules) if schedules else None,
+        )
+        found = self._known.get(key)
+        if found is None:
+            plan = self._plan(dims, knobs, options, backend, schedules, strides)
+            found = self._known[key] = Executable(plan, current_target(device), device)
+        return found

@@ -1,0 +1,144 @@
+"""A compiled plan: builds each launch for its backend once, then runs it on tensors with little overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from k3dsl import settings
+from k3dsl.backends.base import Artifact, Source
+from k3dsl.backends.torch import dtypes as torch_dtypes
+from k3dsl.errors import ArgumentError, LegalityError, UnknownNameError
+from k3dsl.ir.graph import Kernel
+from k3dsl.ir.identity import kernel_hash
+from k3dsl.ir.symbols import Expr
+from k3dsl.runtime.plan import Launch, Plan
+from k3dsl.targets import Target, get_target
+
+BACKENDS = ("torch", "triton")
+_artifacts: dict[tuple[str, str, str, str], Artifact] = {}
+
+
+def lower(launch: Launch, target: Target) -> Source:
+    """The generated source of one launch."""
+    if launch.backend == "triton":
+        from k3dsl.backends.triton.lower import lower as lower_triton
+
+        return lower_triton(launch.kernel, launch.schedule, target)
+    if launch.backend in BACKENDS:
+        raise LegalityError(f"backend {launch.backend!r} runs IR directly and generates no source")
+    raise UnknownNameError(f"unknown backend {launch.backend!r}; known: {', '.join(BACKENDS)}")
+
+
+def build(launch: Launch, target: Target) -> Artifact:
+    """The machine code of one launch; built once a process for equal kernels, schedules and targets."""
+    key = (launch.backend, kernel_hash(launch.kernel), repr(launch.schedule), target.name)
+    if key not in _artifacts:
+        from k3dsl.backends.triton.build import build as build_triton
+
+        _artifacts[key] = build_triton(lower(launch, target), target)
+    return _artifacts[key]
+
+
+def expression(exprs: tuple[Expr, ...]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    """A fast function of the dims for a tuple of expressions."""
+
+    def call(op: str, a: str, b: str) -> str:
+        if op == "cdiv":
+            return f"-(-({a}) // ({b}))"
+        return f"(({a}) {'//' if op == 'floordiv' else '%'} ({b}))" if op in ("floordiv", "mod") else f"{op}({a}, {b})"
+
+    parts = [e.render(lambda n: f"d[{n!r}]", call) for e in exprs]
+    text = f"lambda d: ({', '.join(parts)}{',' if parts else ''})"
+    return eval(text, {"min": min, "max": max})  # type: ignore[no-any-return]  # text comes from Expr.render alone
+
+
+class BoundLaunch:
+    """One launch made ready: how to get each argument, and what to call."""
+
+    def __init__(self, launch: Launch, target: Target | None, device: torch.device) -> None:
+        self.launch = launch
+        self.kernel: Kernel = launch.kernel
+        self.grid = expression(self.kernel.grid)
+        self.names = [(t.name, launch.buffer_of(t.name)) for t in self.kernel.tensors]
+        self.artifact: Artifact | None = None
+        self.dim_names = [s.name for s in self.kernel.dims]
+        if launch.backend == "torch":
+            from k3dsl.backends.torch.evaluate import Evaluator
+
+            self.evaluator = Evaluator(self.kernel, check=bool(settings.get("K3DSL_CHECK")))
+            self.run: Callable[[Mapping[str, Any], Mapping[str, int]], None] = self._run_torch
+            return
+        if target is None:
+            raise ArgumentError("a generated backend needs a GPU target", fix="pass target='sm_90a' or the like")
+        from k3dsl.backends.triton.load import load
+
+        self.artifact = build(launch, target)
+        self.launcher = load(self.artifact, device.index or 0)
+        self.getters: list[tuple[int, str]] = []
+        for arg in self.artifact.source.args:
+            if arg.kind == "pointer":
+                self.getters.append((0, launch.buffer_of(arg.source)))
+            elif arg.kind == "scalar":
+                self.getters.append((2, arg.source))
+            else:
+                self.getters.append((1, arg.name))
+        self.run = self._run_gpu
+
+    def _run_torch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
+        self.evaluator(
+            {parameter: tensors[buffer] for parameter, buffer in self.names},
+            {name: dims[name] for name in self.dim_names},
+            dict(self.launch.scalars),
+        )
+
+    def _run_gpu(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
+        scalars = self.launch.scalars
+        args = [tensors[n] if kind == 0 else dims[n] if kind == 1 else scalars[n] for kind, n in self.getters]
+        grid = self.grid(dims)
+        self.launcher((*grid, 1, 1)[:3], args)
+
+
+class Executable:
+    """A plan on one device. Call it with the caller's tensors by buffer name and the runtime dims.
+
+    Scratch and outputs that are not given are allocated on the device; outputs come back by name.
+    """
+
+    def __init__(self, plan: Plan, target: Target | str | None, device: torch.device | str) -> None:
+        plan.check()
+        self.plan = plan
+        self.device = torch.device(device)
+        self.target = get_target(target) if isinstance(target, str) else target
+        self.launches = [BoundLaunch(launch, self.target, self.device) for launch in plan.launches]
+        self.symbols = list(plan.symbols().values())
+        self.made = [
+            (b.name, expression(b.shape), torch_dtypes.to_torch(b.dtype))
+            for b in plan.buffers.values()
+            if b.role in ("scratch", "out")
+        ]
+        self.outputs = [b.name for b in plan.buffers.values() if b.role in ("out", "inout")]
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Runs every launch on the current stream. No check of shapes: the op's own function did that."""
+        held = dict(tensors)
+        for name, shape, dtype in self.made:
+            if name not in held:
+                held[name] = torch.empty(shape(dims), dtype=dtype, device=self.device)
+        for launch in self.launches:
+            launch.run(held, dims)
+        return {name: held[name] for name in self.outputs}
+
+    def check_facts(self, dims: Mapping[str, int]) -> None:
+        """Raises ArgumentError when a runtime dim breaks a fact that the code was compiled for."""
+        for s in self.symbols:
+            if s.name not in dims:
+                raise ArgumentError(f"{self.plan.op}: runtime dim {s.name} is not given")
+            v = dims[s.name]
+            if v % s.divisible_by or not s.min <= v <= s.max:
+                raise ArgumentError(
+                    f"{self.plan.op}: {s.name} = {v} breaks what this code was compiled for",
+                    fix=f"{s.name} must be a multiple of {s.divisible_by} from {s.min} to {s.max}; compile for other dims",
+                )

@@ -1,0 +1,1 @@
+"""The network in PyTorch, built from the operators."""

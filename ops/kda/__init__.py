@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: kernels, reference, inputs, knobs and the torch functions."""

@@ -1,0 +1,491 @@
+"""KDA on torch tensors: argument checks, variant selection, launches, and registration with torch.library."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from k3dsl.backends.torch.dtypes import from_torch
+from k3dsl.errors import ArgumentError
+from k3dsl.ir.symbols import Sym
+from k3dsl.ops.kda import plans
+from k3dsl.ops.kda.check import check_decode, check_forward
+from k3dsl.ops.kda.chunked import chunked
+from k3dsl.ops.kda.space import DECODE, FORWARD
+from k3dsl.runtime.dispatch import Dispatcher, aligned, strides_of
+
+_forward = Dispatcher(plans.forward)
+_decode = Dispatcher(plans.decode)
+
+
+def chunk_table(cu_seqlens: torch.Tensor, chunk: int, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chunks of packed sequences, made on the device without waiting for it.
+
+    Returns offsets [N+1] int32, the number of the first chunk of each sequence, and a table [bound, 2] int32 of (sequence,
+    chunk within it), with sequence -1 in rows past the last chunk.
+    """
+    counts = (cu_seqlens.diff() + (chunk - 1)) // chunk
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    number = torch.arange(bound, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(offsets[1:], number, right=True).to(torch.int32)
+    last = counts.shape[0]
+    start = offsets[sequence.clamp(max=last).long()]
+    real = sequence < last
+    table = torch.stack([torch.where(real, sequence, -1), torch.where(real, number - start, 0)], 1)
+    return offsets, table.to(torch.int32)
+
+
+def _gate_options(
+    use_gate: bool, lower_bound: float | None, safe_gate: bool, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None
+) -> dict[str, Any]:
+    gate = "none" if not use_gate else "softplus" if lower_bound is None else "bounded"
+    return {
+        "gate": gate,
+        "lower_bound": lower_bound,
+        "safe_gate": safe_gate,
+        "A_log": use_gate and A_log is not None,
+        "dt_bias": use_gate and dt_bias is not None,
+    }
+
+
+def _token_divisor(tokens: int) -> int:
+    """64, 32 or 16 where it divides the tokens of a sequence, else 1: the facts that change the code."""
+    return next((n for n in (64, 32, 16) if tokens % n == 0 and tokens > 0), 1)
+
+
+@torch.library.custom_op("k3dsl::kda_forward", mutates_args=())
+def _kda_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float | None,
+    output_final_state: bool,
+    l2norm: bool,
+    use_gate: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    v_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    B, T, HK, K = q.shape
+    H, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state_shape = (N, H, V, K) if v_first else (N, H, K, V)
+    final_dtype = torch.float32 if initial_state is None else initial_state.dtype
+    if B * T * H == 0 or N == 0:
+        o = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        if not output_final_state:
+            return o, q.new_empty(0)
+        if initial_state is not None:
+            return o, initial_state.contiguous().clone()
+        return o, torch.zeros(state_shape, dtype=final_dtype, device=q.device)
+    options = FORWARD.resolve_options(
+        {
+            "dtype": from_torch(q.dtype),
+            "gate_dtype": from_torch(g.dtype),
+            "beta_dtype": from_torch(beta.dtype),
+            **_gate_options(use_gate, lower_bound, safe_gate, A_log, dt_bias),
+            "l2norm": l2norm,
+            "beta_sigmoid": beta_sigmoid,
+            "neg_eigval": neg_eigval and beta_sigmoid,
+            "initial_state": None if initial_state is None else from_torch(initial_state.dtype),
+            "final_state": from_torch(final_dtype) if output_final_state else None,
+            "v_first": v_first,
+            "varlen": cu_seqlens is not None,
+            "cu_dtype": None if cu_seqlens is None else from_torch(cu_seqlens.dtype),
+            "scale": scale,
+        }
+    )
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if options["A_log"]:
+        tensors["A_log"] = A_log.to(torch.float32).contiguous()  # type: ignore[union-attr]
+    if options["dt_bias"]:
+        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()  # type: ignore[union-attr]
+    if initial_state is not None:
+        tensors["initial_state"] = initial_state
+    tensors = aligned(tensors)
+    strides, stride_dims = strides_of(tensors)
+    knobs = FORWARD.default_knobs(options, {"H": H, "N": N, "V": V, "T": T})
+    dims: dict[str, int | Sym] = {"H": H, "HK": HK, "K": K, "V": V}
+    values = {"T": T, **stride_dims}
+    if cu_seqlens is None:
+        dims["T"] = Sym("T", divisible_by=_token_divisor(T), min=1)
+        dims["B"] = 1 if B == 1 else Sym("B", min=1, max=65535)
+        dims["N"] = dims["B"]
+        values["B"] = B
+    else:
+        bound = T // knobs["chunk"] + N
+        dims |= {"T": Sym("T", min=1), "B": 1, "N": Sym("N", min=1), "chunks": Sym("chunks", min=1)}
+        values |= {"N": N, "chunks": bound}
+        tensors["cu_seqlens"] = cu_seqlens.contiguous()
+        tensors["chunk_offsets"], tensors["chunk_table"] = chunk_table(cu_seqlens, knobs["chunk"], bound)
+    out = _forward(dims, knobs, options, strides, q.device)(tensors, values)
+    return out["o"], out["final_state"] if output_final_state else q.new_empty(0)
+
+
+@_kda_forward.register_fake
+def _(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale, output_final_state, l2norm, use_gate,
+    beta_sigmoid, neg_eigval, safe_gate, lower_bound, v_first,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    B, _, _, K = q.shape
+    H, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if not output_final_state:
+        return o, q.new_empty(0)
+    dtype = torch.float32 if initial_state is None else initial_state.dtype
+    return o, q.new_empty((N, H, V, K) if v_first else (N, H, K, V), dtype=dtype)
+
+
+_NAMES = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "scale", "output_final_state",
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
+    "lower_bound", "state_v_first",
+)  # fmt: skip
+_DIFFERENTIABLE = 8
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[: _DIFFERENTIABLE + 1])
+    ctx.rest = inputs[_DIFFERENTIABLE + 1 :]
+
+
+def _backward(ctx: Any, grad_o: torch.Tensor, grad_state: torch.Tensor) -> tuple[Any, ...]:
+    """Runs the plain torch chunk form again and differentiates it."""
+    saved = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    with torch.enable_grad():
+        inputs = [
+            t.detach().requires_grad_(needed[i]) if t is not None else None for i, t in enumerate(saved[:_DIFFERENTIABLE])
+        ]
+        arguments = dict(zip(_NAMES, (*inputs, saved[_DIFFERENTIABLE], *ctx.rest), strict=True))
+        arguments.pop("safe_gate")
+        o, state = chunked(**arguments)
+        outputs, grads = [o], [grad_o.to(o.dtype)]
+        if arguments["output_final_state"] and grad_state is not None:
+            outputs.append(state)  # type: ignore[arg-type]
+            grads.append(grad_state.to(state.dtype))  # type: ignore[union-attr]
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    result: list[Any] = []
+    for t in inputs:
+        result.append(next(found) if t is not None and t.requires_grad else None)
+    return (*result, *[None] * (len(_NAMES) - _DIFFERENTIABLE))
+
+
+_kda_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kimi Delta Attention over whole sequences; takes what fla's `chunk_kda` takes.
+
+    Per value head, with a state S of K by V: S <- diag(exp(g_t)) S; S <- S + beta_t k_t (v_t - S^T k_t)^T; o_t = scale S^T q_t
+    (Kimi Linear, arXiv 2510.26692, section 3).
+
+    Args:
+        q, k: [B, T, H, K], K 64 or 128. v: [B, T, HV, V], HV a multiple of H, V a multiple of 16 up to 256. bf16, fp16 or
+            fp32; any strides, last dim contiguous.
+        g: [B, T, HV, K]. The log decay (natural log, at most 0), or with use_gate_in_kernel the gate's raw input.
+        beta: [B, T, HV]. In (0, 1), or with use_beta_sigmoid_in_kernel its logit (twice the sigmoid with allow_neg_eigval).
+        scale: of q; 1/sqrt(K) by default. A new value compiles anew.
+        initial_state: [N, HV, K, V] (or [N, HV, V, K] with state_v_first), fp32 or bf16. The final state has its dtype.
+        use_qk_l2norm_in_kernel: normalises q and k by x rsqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: the gate is lower_bound sigmoid(exp(A_log) (g + dt_bias)) with a lower_bound (Kimi K3), else
+            -exp(A_log) softplus(g + dt_bias) (Kimi Linear). A_log [HV] and dt_bias [HV K], fp32.
+        safe_gate: without use_gate_in_kernel, promises g in [lower_bound, 0] (lower_bound -5 if None), which is faster.
+        cu_seqlens: [N + 1] int32 or int64, offsets of packed sequences (B = 1); it must end at T, or the rows past it are
+            left undefined. Its numbers are read on the device only; cu_seqlens_cpu, a copy, lets them be checked.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state or None.
+
+    Differentiable. The backward pass is a plain torch chunk form for now: right, but slow, and it keeps the inputs only.
+
+    Raises:
+        ArgumentError: naming the argument, the reason and the remedy.
+    """
+    if "transpose_state_layout" in kwargs:
+        warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=2)
+        state_v_first = kwargs.pop("transpose_state_layout")
+    ignored = {"disable_recompute", "use_graph", "max_num_seqs"}
+    unknown = [name for name in kwargs if name not in ignored]
+    if unknown:
+        raise TypeError(f"kda() does not take {', '.join(unknown)}")
+    if safe_gate and lower_bound is None and not use_gate_in_kernel:
+        lower_bound = -5.0
+    bounded = lower_bound if use_gate_in_kernel or safe_gate else None
+    check_forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        state_v_first=state_v_first,
+        check_values=not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor),
+    )
+    o, state = _kda_forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        safe_gate,
+        bounded,
+        state_v_first,
+    )
+    return o, state if output_final_state else None
+
+
+@torch.library.custom_op("k3dsl::kda_decode_", mutates_args=("state",))
+def _kda_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float | None,
+    l2norm: bool,
+    use_gate: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+    lower_bound: float | None,
+    v_first: bool,
+) -> torch.Tensor:
+    return _run_decode(
+        q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
+        lower_bound, v_first, in_place=True,
+    )["o"]  # fmt: skip
+
+
+@torch.library.custom_op("k3dsl::kda_decode", mutates_args=())
+def _kda_decode_new(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float | None,
+    l2norm: bool,
+    use_gate: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+    lower_bound: float | None,
+    v_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = _run_decode(
+        q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
+        lower_bound, v_first, in_place=False,
+    )  # fmt: skip
+    return out["o"], out["new_state"]
+
+
+@_kda_decode.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@_kda_decode_new.register_fake
+def _(q, k, v, g, beta, state, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state.new_empty((q.shape[0], *state.shape[1:]))
+
+
+def _run_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float | None,
+    l2norm: bool,
+    use_gate: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+    lower_bound: float | None,
+    v_first: bool,
+    in_place: bool,
+) -> dict[str, torch.Tensor]:
+    B, _, HK, K = q.shape
+    H, V = v.shape[2:]
+    if B == 0:
+        empty = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        return {"o": empty, "new_state": state.new_empty((0, *state.shape[1:]))}
+    options = DECODE.resolve_options(
+        {
+            "dtype": from_torch(q.dtype),
+            "gate_dtype": from_torch(g.dtype),
+            "beta_dtype": from_torch(beta.dtype),
+            **{n: x for n, x in _gate_options(use_gate, lower_bound, False, A_log, dt_bias).items() if n != "safe_gate"},
+            "l2norm": l2norm,
+            "beta_sigmoid": beta_sigmoid,
+            "neg_eigval": neg_eigval and beta_sigmoid,
+            "state": from_torch(state.dtype),
+            "indexed": state_indices is not None,
+            "in_place": in_place,
+            "v_first": v_first,
+            "scale": scale,
+        }
+    )
+    tensors = {name: x.squeeze(1) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    tensors = aligned(tensors)
+    tensors["state"] = state
+    if state.data_ptr() % 16:
+        raise ArgumentError("state: does not start at a multiple of 16 bytes", fix="allocate the pool on its own")
+    strides, stride_dims = strides_of(tensors)
+    if options["A_log"]:
+        tensors["A_log"] = A_log.to(torch.float32).contiguous()  # type: ignore[union-attr]
+    if options["dt_bias"]:
+        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()  # type: ignore[union-attr]
+    if state_indices is not None:
+        tensors["state_indices"] = state_indices
+    knobs = DECODE.default_knobs(options, {"B": B, "H": H, "V": V})
+    dims: dict[str, int | Sym] = {
+        "B": Sym("B", min=1, max=65535),
+        "H": H,
+        "HK": HK,
+        "K": K,
+        "V": V,
+        "slots": Sym("slots", min=1),
+    }
+    values = {"B": B, "slots": state.shape[0], **stride_dims}
+    out = _decode(dims, knobs, options, strides, q.device)(tensors, values)
+    return {name: x.unsqueeze(1) if name == "o" else x for name, x in out.items()}
+
+
+def kda_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of Kimi Delta Attention for every request of a batch.
+
+    Args:
+        q, k: [B, 1, H, K]. v: [B, 1, HV, V]. g: [B, 1, HV, K]. beta: [B, 1, HV]. Flags and the rest: as `kda`.
+        state: a pool [S, HV, K, V] (or [S, HV, V, K] with state_v_first), fp32 or bf16.
+        state_indices: [B] int32, the slot of each request; a negative one is padding: its output is 0 and no slot changes.
+            None: request b has slot b.
+        in_place: updates the pool; else it is left alone and new states come back (undefined for padding).
+
+    Returns:
+        o [B, 1, HV, V] in v's dtype, and the pool (in_place) or new states [B, HV, ...].
+
+    Raises:
+        ArgumentError: naming the argument, the reason and the remedy.
+    """
+    check_decode(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state=state,
+        state_indices=state_indices,
+        scale=scale,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        state_v_first=state_v_first,
+        check_values=not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor),
+    )
+    call = _kda_decode if in_place else _kda_decode_new
+    out = call(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices,
+        A_log,
+        dt_bias,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        lower_bound if use_gate_in_kernel else None,
+        state_v_first,
+    )
+    return (out, state) if in_place else out
+
+
+__all__ = ["kda", "kda_decode"]

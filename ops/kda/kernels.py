@@ -1,0 +1,359 @@
+"""The KDA kernels: prep (chunk factors), scan (the state over chunks) and decode (one token).
+
+Mathematics: Kimi Linear report (arXiv 2510.26692), the chunkwise form. Per head, with G the chunk-local cumulative log2
+gate, k and q normalised, q scaled:
+    A_ij   = beta_i sum_d k_id k_jd 2^(G_id - G_jd)   (j < i)      X = (I + A)^-1 diag(beta)
+    Aqk_ij = sum_d q_id k_jd 2^(G_id - G_jd)          (j <= i)
+    w = X (k 2^G)    qg = q 2^G    kg = k 2^(G_C - G)    decay = 2^(G_C)
+    R = X v - w S    o = qg S + Aqk R    S <- diag(decay) S + kg^T R
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from k3dsl.language import (
+    In,
+    InOut,
+    Out,
+    Tile,
+    arange,
+    assume,
+    cdiv,
+    cumsum,
+    dot,
+    exp,
+    exp2,
+    f32,
+    i32,
+    kernel,
+    loop,
+    program_id,
+    reciprocal,
+    rsqrt,
+    sigmoid,
+    softplus,
+    span,
+    unit_lower_inverse,
+    when,
+    where,
+    zeros,
+)
+
+LOG2E = math.log2(math.e)
+NORM_EPS = 1e-6
+ROWS = 16
+"""Rows of a chunk that one thread holds, so that the cumulative sum needs no exchange between threads."""
+ANCHOR_LIMIT = 118
+"""Largest anchor, log2: factors 2^anchor times a unit key stay finite in bf16 and fp32."""
+
+
+def anchor_of(chunk: int, lower_bound: float) -> int:
+    """Half the largest span of the cumulative gate over a chunk, in log2, rounded up.
+
+    Row factors 2^(G + anchor) and column factors 2^-(G + anchor) then lie within 2^-anchor .. 2^anchor whatever the data,
+    so the anchor depends on no token and outputs stay causal to the last bit.
+    """
+    return math.ceil(chunk * -lower_bound * LOG2E / 2)
+
+
+def log2_gate(c: Any, raw: Tile, head: Tile, cols: Any, A_log: Any, dt_bias: Any) -> Tile:
+    """The activated gate times log2(e), at most 0. `raw` is the gate input; `cols` indexes the channels in its shape."""
+    if c.gate == "none":
+        return raw.to(f32) * LOG2E
+    rate = exp(A_log[head]) if A_log is not None else 1.0
+    if c.gate == "bounded":
+        # y = -log2(e) rate (g + bias): the sigmoid is 1 / (1 + 2^y)
+        slope = rate * -LOG2E
+        y = raw.to(f32) * slope
+        if dt_bias is not None:
+            y = y + dt_bias[head, cols] * slope
+        return (c.lower_bound * LOG2E) * reciprocal(1.0 + exp2(y), approx=c.approx)
+    z = raw.to(f32)
+    if dt_bias is not None:
+        z = z + dt_bias[head, cols]
+    return softplus(z) * (rate * -LOG2E)
+
+
+def write_strength(c: Any, raw: Tile) -> Tile:
+    """beta in fp32: as given, or the sigmoid of a logit, doubled where negative eigenvalues are allowed."""
+    b = raw.to(f32)
+    if c.beta_sigmoid:
+        b = sigmoid(b)
+    return b * 2.0 if c.neg_eigval else b
+
+
+def norm_scale(c: Any, x: Tile, axis: int, scale: float) -> Any:
+    """The factor that normalises rows of x (fp32) and scales them."""
+    if not c.l2norm:
+        return scale
+    r = rsqrt((x * x).sum(axis) + NORM_EPS)
+    return r * scale if scale != 1.0 else r
+
+
+@kernel(grid=lambda d, c: (d.H, d.chunks, d.B))
+def prep(
+    d, c,
+    q=In("B T HK K"), k=In("B T HK K"), g=In("B T H K"), beta=In("B T H"),
+    A_log=In("H", f32, optional=True), dt_bias=In("H K", f32, optional=True),
+    cu_seqlens=In("N+1", optional=True), chunk_table=In("chunks 2", i32, optional=True),
+    w=Out("B chunks H C K"), kg=Out("B chunks H C K"), qg=Out("B chunks H C K"),
+    x=Out("B chunks H C C"), aqk=Out("B chunks H C C"), decay=Out("B chunks H K", f32),
+):  # fmt: skip
+    """The chunk factors of one (head, chunk): everything about a chunk that does not depend on the state."""
+    head, chunk, batch = program_id(0), program_id(1), program_id(2)
+    factors = anchored_factors if c.gram == "anchor" else level_factors
+    out = (w, kg, qg, x, aqk, decay)
+    if not c.varlen:
+        rows = span(chunk * c.C, c.C, end=d.T if c.tail else None)
+        factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows)
+        return
+    sequence = chunk_table[chunk, 0]
+
+    @when(sequence >= 0)
+    def _():
+        start = cu_seqlens[sequence].to(i32) + chunk_table[chunk, 1] * c.C
+        rows = span(start, c.C, end=cu_seqlens[sequence + 1].to(i32))
+        factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows)
+
+
+def valid_rows(c: Any, rows: Any, shape: tuple[int, ...]) -> Tile | None:
+    """Which rows lie inside the sequence, or None when all do."""
+    if rows.end is None:
+        return None
+    n = arange(c.C).reshape(*shape)
+    return (n + rows.start) < rows.end
+
+
+def anchored_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):  # type: ignore[no-untyped-def]
+    """Bounded gates: one Gram product a chunk, with factors around a constant anchor."""
+    w, kg, qg, x, aqk, decay = out
+    anchor = anchor_of(c.C, c.lower_bound)
+    down = 2.0**-anchor
+    blocks = c.C // ROWS
+    key_head = head // (d.H // d.HK)
+    tall = rows.reshape(blocks, ROWS)
+    cols = span(0, d.K).reshape(1, 1, d.K)
+
+    b = write_strength(c, beta[batch, rows, head])
+    kn, qn = 1.0, c.scale
+    if c.l2norm:
+        # a second, wide read of k and q, only for the norms: cheaper than a row sum in the layout of the rest
+        k_wide = k[batch, rows, key_head].to(f32)
+        kn = norm_scale(c, k_wide, 1, 1.0).reshape(blocks, ROWS)[:, :, None]
+        q_wide = q[batch, rows, key_head].to(f32)
+        qn = norm_scale(c, q_wide, 1, c.scale).reshape(blocks, ROWS)[:, :, None]
+
+    gate = channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias)
+    k_raw = k.load(batch, tall, key_head, contiguity=c.vec)
+    q_raw = q.load(batch, tall, key_head, contiguity=c.vec)
+    valid = valid_rows(c, rows, (blocks, ROWS, 1))
+    if valid is not None:
+        gate = where(valid, gate, 0.0)
+        b = where(valid_rows(c, rows, (c.C,)), b, 0.0)
+
+    local = cumsum(gate, axis=1)
+    total = local[:, ROWS - 1, :]
+    if blocks == 1:
+        last = total[:, None, :]
+        G = local + float(anchor)
+    else:
+        first = total.select(0, 0)[None, None, :]
+        last = total.sum(0)[None, None, :]
+        block = arange(blocks).reshape(blocks, 1, 1)
+        G = local + where(block == 0, float(anchor), first + float(anchor))
+    up, back = exp2(G, bound=ANCHOR_LIMIT), exp2(-G, bound=ANCHOR_LIMIT)
+    kf, qf = k_raw.to(f32) * kn, q_raw.to(f32) * qn
+    k_up, q_up, k_back = kf * up, qf * up, kf * back
+    k_rest = k_back * exp2(last + float(anchor), bound=ANCHOR_LIMIT)
+
+    q_rows, k_rows = k_flat(c, d, q_up, c.gram_dtype), k_flat(c, d, k_up, c.gram_dtype)
+    k_cols = k_flat(c, d, k_back, c.gram_dtype)
+    qg.store(batch, chunk, head, tall_record(c), value=(q_up * down).to(qg.dtype), contiguity=c.vec)
+    kg.store(batch, chunk, head, tall_record(c), value=k_rest.to(kg.dtype), contiguity=c.vec)
+    decay.store(batch, chunk, head, cols, value=exp2(last), contiguity=c.vec)
+
+    i, j = arange(c.C)[:, None], arange(c.C)[None, :]
+    # above the diagonal the products may overflow; where() drops them, a product with a mask would not
+    A = where(i > j, dot(k_rows, k_cols.T), 0.0)
+    Q = where(i >= j, dot(q_rows, k_cols.T), 0.0)
+    aqk[batch, chunk, head] = Q.to(aqk.dtype)
+    inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
+    xb = (inverse * b[None, :]).to(x.dtype)
+    x[batch, chunk, head] = xb
+    if c.gram_dtype == x.dtype:
+        w[batch, chunk, head] = (dot(xb, k_rows) * down).to(w.dtype)
+    else:
+        w[batch, chunk, head] = dot(xb, k_flat(c, d, k_up * down, x.dtype)).to(w.dtype)
+
+
+def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):  # type: ignore[no-untyped-def]
+    """Reads the gate in the layout [blocks, 16, K]; the bias is read first, which keeps that layout."""
+    if c.gate == "bounded" and dt_bias is not None:
+        rate = exp(A_log[head]) if A_log is not None else 1.0
+        slope = rate * -LOG2E
+        bias = dt_bias.load(head, cols, contiguity=c.vec) * slope
+        y = g.load(batch, tall, head, contiguity=c.vec).to(f32) * slope + bias
+        return (c.lower_bound * LOG2E) * reciprocal(1.0 + exp2(y), approx=c.approx)
+    return log2_gate(c, g.load(batch, tall, head, contiguity=c.vec), head, cols, A_log, dt_bias)
+
+
+def k_flat(c, d, t, dtype):  # type: ignore[no-untyped-def]
+    """[blocks, 16, K] as the [C, K] operand of a product."""
+    return t.reshape(c.C, d.K).to(dtype)
+
+
+def tall_record(c):  # type: ignore[no-untyped-def]
+    return span(0, c.C).reshape(c.C // ROWS, ROWS)
+
+
+def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):  # type: ignore[no-untyped-def]
+    """Any gate: the causal triangle by levels. At block size n, rows of an upper half meet columns of the lower half beside
+    it; their decay is the sum from the column to the border plus the sum from the border to the row. Both sums are built
+    by doubling, so every exponent is at most 0 and none is a difference."""
+    w, kg, qg, x, aqk, decay = out
+    key_head = head // (d.H // d.HK)
+    cols = span(0, d.K).reshape(1, d.K)
+
+    b = write_strength(c, beta[batch, rows, head])
+    kf, qf = k[batch, rows, key_head].to(f32), q[batch, rows, key_head].to(f32)
+    kn, qn = norm_scale(c, kf, 1, 1.0), norm_scale(c, qf, 1, c.scale)
+    kf = kf * (kn[:, None] if isinstance(kn, Tile) else kn)
+    qf = qf * (qn[:, None] if isinstance(qn, Tile) else qn)
+    gate = log2_gate(c, g[batch, rows, head], head, cols, A_log, dt_bias)
+    valid = valid_rows(c, rows, (c.C,))
+    if valid is not None:
+        gate = where(valid[:, None], gate, 0.0)
+        b = where(valid, b, 0.0)
+
+    i, j = arange(c.C)[:, None], arange(c.C)[None, :]
+    A = zeros((c.C, c.C), f32)
+    Q = where(i == j, (qf * kf).sum(1)[:, None], 0.0)
+    since = gate  # sum from the start of the row's block through the row
+    until = zeros((c.C, d.K), f32)  # sum after the row to the end of its block
+    total = gate  # sum over each block, [C / n, K]
+    n = 1
+    while n < c.C:
+        upper = (arange(c.C) // n) % 2 == 1
+        x_n = exp2(where(upper[:, None], since, until))
+        k_n, q_n = (kf * x_n).to(c.gram_dtype), (qf * x_n).to(c.gram_dtype)
+        pair = (i // n == j // n + 1) & (i // (2 * n) == j // (2 * n))
+        A = A + where(pair, dot(k_n, k_n.T, precision=c.gram_precision), 0.0)
+        Q = Q + where(pair, dot(q_n, k_n.T, precision=c.gram_precision), 0.0)
+        halves = total.reshape(c.C // (2 * n), 2, d.K)
+        low, high = halves.select(1, 0), halves.select(1, 1)
+        half = arange(2).reshape(1, 2, 1, 1)
+        shape = (c.C // (2 * n), 2, n, d.K)
+        lift = low.reshape(c.C // (2 * n), 1, 1, d.K)
+        drop = high.reshape(c.C // (2 * n), 1, 1, d.K)
+        since = (since.reshape(*shape) + where(half == 1, lift, 0.0)).reshape(c.C, d.K)
+        until = (until.reshape(*shape) + where(half == 0, drop, 0.0)).reshape(c.C, d.K)
+        total = low + high
+        n *= 2
+
+    start = exp2(since)
+    k_start = (kf * start).to(x.dtype)
+    qg[batch, chunk, head] = (qf * start).to(qg.dtype)
+    kg[batch, chunk, head] = (kf * exp2(until)).to(kg.dtype)
+    decay[batch, chunk, head] = exp2(total.reshape(d.K))
+    aqk[batch, chunk, head] = Q.to(aqk.dtype)
+    inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
+    xb = (inverse * b[None, :]).to(x.dtype)
+    x[batch, chunk, head] = xb
+    w[batch, chunk, head] = dot(xb, k_start, precision=c.scan_precision).to(w.dtype)
+
+
+@kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))
+def scan(
+    d, c,
+    v=In("B T H V"), w=In("B chunks H C K"), kg=In("B chunks H C K"), qg=In("B chunks H C K"),
+    x=In("B chunks H C C"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
+    initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
+    chunk_offsets=In("N+1", i32, optional=True),
+    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True),
+):  # fmt: skip
+    """Carries the state over the chunks of one sequence. It is kept as S^T [BV, K], the register operand of every product."""
+    block, head, sequence = program_id(0), program_id(1), program_id(2)
+    cols = span(block * c.BV, c.BV)
+    if c.varlen:
+        begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[sequence + 1].to(i32)
+        batch, first, trips = 0, chunk_offsets[sequence], cdiv(end - begin, c.C)
+    else:
+        batch, first, trips, begin, end = sequence, 0, d.chunks, 0, d.T if c.tail else None
+
+    s0 = zeros((c.BV, d.K), f32)
+    if initial_state is not None:
+        s0 = initial_state[sequence, head, cols] if c.v_first else initial_state[sequence, head, :, cols].T
+        s0 = s0.to(f32)
+
+    @loop(trips, init=s0, label="chunks")
+    def state(i, s):
+        rows = span(begin + i * c.C, c.C, end=end)
+        n = first + i
+        w_n, kg_n, qg_n = w[batch, n, head], kg[batch, n, head], qg[batch, n, head]
+        v_n = v[batch, rows, head, cols].to(x.dtype)
+        aqk_n, x_n = aqk[batch, n, head], x[batch, n, head]
+        decay_n = decay[batch, n, head]
+        sb = s.to(w.dtype)
+        r = dot(v_n.T, x_n.T, precision=c.scan_precision)
+        r = r - dot(sb, w_n.T, precision=c.scan_precision)
+        rb = r.to(w.dtype)
+        out = dot(sb, qg_n.T, precision=c.scan_precision)
+        out = dot(rb, aqk_n.T, acc=out, precision=c.scan_precision)
+        o[batch, rows, head, cols] = out.to(o.dtype).T
+        return dot(rb, kg_n, acc=s * decay_n[None, :], precision=c.scan_precision)
+
+    if final_state is not None:
+        last = state.to(final_state.dtype)
+        if c.v_first:
+            final_state[sequence, head, cols] = last
+        else:
+            final_state[sequence, head, :, cols] = last.T
+
+
+@kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.B))
+def decode(
+    d, c,
+    q=In("B HK K"), k=In("B HK K"), v=In("B H V"), g=In("B H K"), beta=In("B H"),
+    A_log=In("H", f32, optional=True), dt_bias=In("H K", f32, optional=True),
+    state_indices=In("B", i32, optional=True), state=InOut("slots H SA SB"),
+    o=Out("B H V"), new_state=Out("B H SA SB", optional=True),
+):  # fmt: skip
+    """One token of every sequence. The state is updated in place at its slot, or written to new_state.
+
+    A negative slot is padding: its output is 0 and no state is touched."""
+    block, head, batch = program_id(0), program_id(1), program_id(2)
+    cols = span(block * c.BV, c.BV)
+    if state_indices is None:
+        step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, head, batch, batch)
+        return
+    slot = state_indices[batch]
+
+    @when(slot >= 0)
+    def _():
+        step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, head, batch, assume(slot, min=0))
+
+    @when(slot < 0)
+    def _():
+        o[batch, head, cols] = zeros((c.BV,), o.dtype)
+
+
+def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, head, batch, slot):  # type: ignore[no-untyped-def]
+    """S <- diag(2^gate) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q, on S^T [BV, K] in fp32."""
+    cols = span(block * c.BV, c.BV)
+    key_head = head // (d.H // d.HK)
+    s = (state[slot, head, cols] if c.v_first else state[slot, head, :, cols].T).to(f32)
+    kf, qf = k[batch, key_head].to(f32), q[batch, key_head].to(f32)
+    kf, qf = kf * norm_scale(c, kf, 0, 1.0), qf * norm_scale(c, qf, 0, c.scale)
+    gate = log2_gate(c, g[batch, head], head, span(0, d.K), A_log, dt_bias)
+    b = write_strength(c, beta[batch, head])
+    s = s * exp2(gate)[None, :]
+    u = (v[batch, head, cols].to(f32) - (s * kf[None, :]).sum(1)) * b
+    s = s + u[:, None] * kf[None, :]
+    o[batch, head, cols] = (s * qf[None, :]).sum(1).to(o.dtype)
+    target, index = (state, slot) if new_state is None else (new_state, batch)
+    if c.v_first:
+        target[index, head, cols] = s.to(target.dtype)
+    else:
+        target[index, head, :, cols] = s.to(target.dtype).T

@@ -1,0 +1,204 @@
+"""Which kernels, buffers and schedules make up a KDA call, for given dims, knobs and options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.ir.symbols import Expr, Sym, cdiv
+from k3dsl.ir.types import DType, bf16, f16, f32, i32
+from k3dsl.language import Kernel, TensorSpec
+from k3dsl.ops.kda import kernels
+from k3dsl.passes.simplify import simplify
+from k3dsl.runtime.plan import Launch, Plan, buffers_of
+
+FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
+Dims = Mapping[str, Any]
+Settings = Mapping[str, Any]
+
+
+def traced(kernel: Kernel, dims: Dims, knobs: Settings, tensors: Mapping[str, DType | TensorSpec | None]) -> Any:
+    return simplify(kernel.trace(dims, knobs, tensors))
+
+
+def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
+    """The trace-time values shared by the kernels of a call."""
+    io: DType = options["dtype"]
+    full = io == f32
+    factors: DType = f32 if full else knobs["factors"]
+    gram = "levels" if full or not anchored(options, knobs["chunk"]) else "anchor"
+    return {
+        "C": knobs["chunk"],
+        "BV": knobs["block_v"],
+        "gate": options["gate"],
+        "lower_bound": options["lower_bound"],
+        "gram": gram,
+        "gram_dtype": f32 if full else bf16,
+        "gram_precision": knobs["precision"] if full else "bf16",
+        "scan_precision": knobs["precision"] if full else {bf16: "bf16", f16: "fp16"}[factors],
+        "inverse": knobs["inverse"],
+        "inverse_precision": "ieee" if full else knobs["inverse_precision"],
+        "approx": knobs["approx"] and not full,
+        "vec": knobs["vector"],
+        "l2norm": options["l2norm"],
+        "beta_sigmoid": options["beta_sigmoid"],
+        "neg_eigval": options["neg_eigval"],
+        "scale": options["scale"] if options["scale"] is not None else dims["K"] ** -0.5,
+        "varlen": options["varlen"],
+        "tail": tail(dims["T"], knobs["chunk"]) if "T" in dims else False,
+        "v_first": options["v_first"],
+    }
+
+
+def anchored(options: Settings, chunk: int) -> bool:
+    """True when one Gram product around a constant anchor cannot overflow: a bounded gate and unit keys."""
+    if not options["l2norm"] or options["lower_bound"] is None or options["gate"] == "softplus":
+        return False
+    if options["gate"] == "none" and not options["safe_gate"]:
+        return False
+    return kernels.anchor_of(chunk, options["lower_bound"]) <= kernels.ANCHOR_LIMIT
+
+
+def tail(tokens: int | Sym | Expr, chunk: int) -> bool:
+    """True when a sequence may end inside a chunk."""
+    return Expr.of(tokens).divisor() % chunk != 0 if not isinstance(tokens, int) else tokens % chunk != 0
+
+
+def schedule(
+    kernel: str, backend: str, schedules: Mapping[str, Mapping[str, Any]], default: dict[str, Any]
+) -> TritonSchedule | None:
+    if backend == "torch":
+        return None
+    given = dict(schedules.get(kernel, {}))
+    if "stages" in given:
+        given["stages"] = {**default.get("stages", {}), **given["stages"]}
+    return TritonSchedule.from_json({**default, **given})
+
+
+def forward(
+    dims: Dims,
+    knobs: Settings,
+    options: Settings,
+    backend: str,
+    schedules: Mapping[str, Mapping[str, Any]] | None = None,
+    strides: Mapping[str, tuple[int | Sym, ...]] | None = None,
+) -> Plan:
+    """prep, then scan. dims: B, T, H (value heads), HK (query and key heads), K, V, N sequences.
+
+    With options['varlen'] also `chunks`, an upper bound of the number of chunks. strides: of the caller's tensors that
+    are not contiguous.
+    """
+    schedules, strides = schedules or {}, strides or {}
+    c = variant(dims, knobs, options)
+    state_shape = (dims["V"], dims["K"]) if options["v_first"] else (dims["K"], dims["V"])
+    d = {**dims, "SA": state_shape[0], "SB": state_shape[1]}
+    if not options["varlen"]:
+        d["chunks"] = cdiv(dims["T"], c["C"])
+        d["chunks"] = d["chunks"].constant if d["chunks"].constant is not None else d["chunks"]
+    io, factors = options["dtype"], f32 if options["dtype"] == f32 else knobs["factors"]
+
+    def spec(name: str, dtype: DType) -> DType | TensorSpec:
+        return TensorSpec(dtype, strides[name]) if name in strides else dtype
+
+    stored = {name: factors for name in FACTORS[:-1]}
+    offsets = {"cu_seqlens": options["cu_dtype"]} if options["varlen"] else {}
+    prep = traced(
+        kernels.prep,
+        d,
+        c,
+        {
+            **{name: spec(name, io) for name in ("q", "k")},
+            "g": spec("g", options["gate_dtype"]),
+            "beta": spec("beta", options["beta_dtype"]),
+            **gate_tensors(options),
+            **offsets,
+            **({"chunk_table": i32} if options["varlen"] else {}),
+            **stored,
+        },
+    )
+    states: dict[str, DType | TensorSpec | None] = {}
+    if options["initial_state"] is not None:
+        states["initial_state"] = spec("initial_state", options["initial_state"])
+    if options["final_state"] is not None:
+        states["final_state"] = options["final_state"]
+    scan = traced(
+        kernels.scan,
+        d,
+        c,
+        {
+            "v": spec("v", io),
+            **stored,
+            **states,
+            **offsets,
+            **({"chunk_offsets": i32} if options["varlen"] else {}),
+            "o": io,
+        },
+    )
+    launches = (
+        Launch("prep", prep, backend, schedule("prep", backend, schedules, {"num_warps": prep_warps(c)})),
+        Launch("scan", scan, backend, schedule("scan", backend, schedules, scan_schedule(c, d))),
+    )
+    return Plan("kda.forward", d, buffers_of([prep, scan], scratch=FACTORS), launches, knobs, options)
+
+
+def prep_warps(c: Settings) -> int:
+    if c["gram"] == "levels":
+        return 4 if c["C"] <= 32 else 8
+    return 2 if c["C"] == 16 else 4
+
+
+def scan_schedule(c: Settings, d: Settings) -> dict[str, Any]:
+    stages = 3 if c["scan_precision"] in ("bf16", "fp16") and c["C"] <= 32 else 2
+    return {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": stages}}
+
+
+def gate_tensors(options: Settings) -> dict[str, DType]:
+    if options["gate"] == "none":
+        return {}
+    return {name: f32 for name in ("A_log", "dt_bias") if options[name]}
+
+
+def decode(
+    dims: Dims,
+    knobs: Settings,
+    options: Settings,
+    backend: str,
+    schedules: Mapping[str, Mapping[str, Any]] | None = None,
+    strides: Mapping[str, tuple[int | Sym, ...]] | None = None,
+) -> Plan:
+    """One launch. dims: B requests, H, HK, K, V, slots."""
+    schedules, strides = schedules or {}, strides or {}
+    state_shape = (dims["V"], dims["K"]) if options["v_first"] else (dims["K"], dims["V"])
+    d = {**dims, "SA": state_shape[0], "SB": state_shape[1]}
+    c = {
+        "BV": knobs["block_v"],
+        "gate": options["gate"],
+        "lower_bound": options["lower_bound"],
+        "approx": False,
+        "l2norm": options["l2norm"],
+        "beta_sigmoid": options["beta_sigmoid"],
+        "neg_eigval": options["neg_eigval"],
+        "scale": options["scale"] if options["scale"] is not None else dims["K"] ** -0.5,
+        "v_first": options["v_first"],
+    }
+    io = options["dtype"]
+
+    def spec(name: str, dtype: DType) -> DType | TensorSpec:
+        return TensorSpec(dtype, strides[name]) if name in strides else dtype
+
+    tensors: dict[str, DType | TensorSpec | None] = {
+        **{name: spec(name, io) for name in ("q", "k", "v")},
+        "g": spec("g", options["gate_dtype"]),
+        "beta": spec("beta", options["beta_dtype"]),
+        **gate_tensors(options),
+        "state": spec("state", options["state"]),
+        "o": io,
+    }
+    if options["indexed"]:
+        tensors["state_indices"] = i32
+    if not options["in_place"]:
+        tensors["new_state"] = options["state"]
+    kernel = traced(kernels.decode, d, c, tensors)
+    launch = Launch("decode", kernel, backend, schedule("decode", backend, schedules, {"num_warps": 4}))
+    return Plan("kda.decode", d, buffers_of([kernel]), (launch,), knobs, options)

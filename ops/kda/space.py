@@ -1,0 +1,128 @@
+"""The KDA ops for the registry: dims, options, knobs with their constraints, and rules for shapes that nobody tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from k3dsl.ir.types import bf16, f16, f32, i32, i64
+from k3dsl.ops.kda import kernels, plans
+from k3dsl.runtime.op import Dim, Knob, Op, Option
+
+_HEADS = (
+    Dim("H", 96, "value heads", static=True),
+    Dim("HK", 0, "query and key heads; 0: as many as value heads", static=True),
+    Dim("K", 128, "key width", static=True),
+    Dim("V", 128, "value width", static=True),
+)
+
+_COMMON = (
+    Option("dtype", (bf16, f16, f32), bf16, "of q, k, v and o"),
+    Option("gate_dtype", (bf16, f16, f32), bf16, "of g"),
+    Option("beta_dtype", (bf16, f16, f32), bf16, "of beta"),
+    Option("gate", ("bounded", "softplus", "none"), "bounded", "gate activation in the kernel; none: g is the log decay"),
+    Option("lower_bound", (), -5.0, "of a bounded gate, nats"),
+    Option("A_log", (True, False), True, "whether the gate has a rate A_log"),
+    Option("dt_bias", (True, False), True, "whether the gate has a bias"),
+    Option("l2norm", (True, False), True, "normalises q and k in the kernel"),
+    Option("beta_sigmoid", (True, False), True, "beta is a logit"),
+    Option("neg_eigval", (True, False), False, "doubles beta"),
+    Option("scale", (), None, "of q; None: 1/sqrt(K)"),
+    Option("v_first", (True, False), False, "states are [V, K] instead of [K, V]"),
+)
+
+
+def forward_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's dims from the op's: HK and N follow from the others where they are 0."""
+    d = dict(given)
+    d["HK"] = d["HK"] or d["H"]
+    if options["varlen"]:
+        d["B"] = 1
+        d["chunks"] = plans.Sym("chunks", min=1)
+    else:
+        d["N"] = d["B"]
+    return d
+
+
+def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Why a point of the space is refused."""
+    reasons = []
+    if dims["V"] % knobs["block_v"]:
+        reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
+    if options["dtype"] == f16 and knobs["factors"] == bf16:
+        reasons.append("fp16 inputs need fp16 factors")
+    if knobs["chunk"] < kernels.ROWS:
+        reasons.append(f"a chunk has at least {kernels.ROWS} rows")
+    return reasons
+
+
+def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """Chunk 32 everywhere but in fp32, where shared memory asks for 16; V blocks as wide as keep the GPU busy."""
+    knobs: dict[str, Any] = {}
+    if options["dtype"] == f32:
+        knobs |= {"chunk": 16, "block_v": 32}
+    else:
+        knobs["factors"] = f16 if options["dtype"] == f16 else bf16
+        knobs["block_v"] = 64
+    while dims["V"] % knobs["block_v"]:
+        knobs["block_v"] //= 2
+    return knobs
+
+
+FORWARD = Op(
+    name="kda.forward",
+    doc="Kimi Delta Attention over whole sequences: chunk factors, then the scan of the state.",
+    dims=(
+        Dim("B", 1, "batch"),
+        Dim("T", 8192, "tokens of a sequence"),
+        *_HEADS,
+        Dim("N", 1, "packed sequences, with option varlen"),
+    ),
+    knobs=(
+        Knob("chunk", (16, 32, 64), 32, "tokens a chunk"),
+        Knob("block_v", (16, 32, 64, 128), 64, "value columns a program of the scan carries"),
+        Knob("factors", (bf16, f16), bf16, "storage of the chunk factors"),
+        Knob("inverse", ("doubling", "substitution"), "doubling", "how I + A is inverted"),
+        Knob("inverse_precision", ("fp16", "tf32", "ieee"), "fp16", "products inside the inverse"),
+        Knob("precision", ("ieee", "tf32x3"), "ieee", "products of fp32 inputs"),
+        Knob("approx", (True, False), True, "fast reciprocal in the gate"),
+        Knob("vector", (2, 4, 8), 2, "neighbouring channels a thread of prep holds"),
+    ),
+    options=(
+        *_COMMON,
+        Option("safe_gate", (True, False), False, "a given log decay lies in [lower_bound, 0]"),
+        Option("initial_state", (None, f32, bf16), None, "dtype of the initial state"),
+        Option("final_state", (None, f32, bf16), f32, "dtype of the final state"),
+        Option("varlen", (True, False), False, "packed sequences by cu_seqlens"),
+        Option("cu_dtype", (None, i32, i64), i32, "of cu_seqlens"),
+    ),
+    plan=plans.forward,
+    launches=("prep", "scan"),
+    constraints=forward_constraints,
+    heuristic=forward_rule,
+)
+
+
+def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """Enough programs for every multiprocessor: narrower V blocks for few requests and heads."""
+    block = 32
+    while dims["V"] % block or (block > 8 and dims["B"] * dims["H"] * (dims["V"] // block) < 512):
+        block //= 2
+    return {"block_v": block}
+
+
+DECODE = Op(
+    name="kda.decode",
+    doc="Kimi Delta Attention for one token of every request, state in place.",
+    dims=(Dim("B", 64, "requests"), *_HEADS, Dim("slots", 64, "slots of the state pool")),
+    knobs=(Knob("block_v", (8, 16, 32, 64, 128), 32, "value columns a program updates"),),
+    options=(
+        *_COMMON,
+        Option("state", (f32, bf16), f32, "dtype of the state"),
+        Option("indexed", (True, False), True, "slots by state_indices"),
+        Option("in_place", (True, False), True, "updates the pool instead of writing new states"),
+    ),
+    plan=plans.decode,
+    launches=("decode",),
+    heuristic=decode_rule,
+)
