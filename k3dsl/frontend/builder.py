@@ -44,6 +44,7 @@ class Builder:
     def __init__(self, tensors: dict[str, TensorParam]) -> None:
         self.tensors = tensors
         self.body = Region()
+        self.grid: tuple[Expr, ...] = ()
         self.stack: list[Region] = [self.body]
         self.alive: set[int] = {id(self.body)}
         self.home: dict[int, Region] = {}

@@ -16,7 +16,16 @@ from k3dsl.ir.types import DType, TileType, f32, i1, i32, promote
 
 def program_id(axis: int) -> Tile:
     """This program's position along a grid axis, i32."""
-    return Tile(Builder.current().emit("program_id", [], {"axis": axis}).result)
+    builder = Builder.current()
+    if not 0 <= axis < len(builder.grid):
+        raise TraceError(
+            f"program_id({axis}): the grid has {len(builder.grid)} axes",
+            where=user_location(),
+            fix="return one extent an axis from grid=",
+        )
+    if builder.grid[axis].constant == 1:
+        return Tile(builder.constant(0, i32))
+    return Tile(builder.emit("program_id", [], {"axis": axis}).result)
 
 
 def arange(size: int, start: Operand = 0) -> Tile:
@@ -260,7 +269,7 @@ def loop(
                 o.value if isinstance(o, Tile) else builder.broadcast(lift(o, c.dtype).value, c.shape)
                 for o, c in zip(outs, carries, strict=True)
             ]
-        operands = [as_dim(start), as_dim(stop)] + [c.value for c in carries]
+        operands = [builder.cast(as_dim(bound), i32) for bound in (start, stop)] + [c.value for c in carries]
         # bounds are evaluated before the loop; they were emitted after the region was traced, into the outer block
         attrs: dict[str, Any] = {"step": int(step), "reverse": bool(reverse)}
         if label:

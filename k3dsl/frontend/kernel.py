@@ -128,14 +128,15 @@ class Kernel:
         for s, v in zip(scalars, scalar_values, strict=True):
             builder.home[id(v)] = builder.body
             arguments[s.name] = Tile(v)
-        with builder.active(), _variable_names():
-            grid = self.grid(d, c)
-            result = self.fn(d, c, **arguments)
-        if result is not None:
-            raise TraceError(f"kernel {self.name} returns a value", where=self.location, fix="store results in tensors")
+        grid = self.grid(d, c)
         extents = tuple(Expr.of(g) for g in (grid if isinstance(grid, tuple) else (grid,)))
         if not 1 <= len(extents) <= 3:
             raise TraceError(f"kernel {self.name}: a grid has 1 to 3 axes, got {len(extents)}", where=self.location)
+        builder.grid = extents
+        with builder.active(), _variable_names():
+            result = self.fn(d, c, **arguments)
+        if result is not None:
+            raise TraceError(f"kernel {self.name} returns a value", where=self.location, fix="store results in tensors")
         return IRKernel(
             self.name, params, scalars, list(symbols.values()), extents, builder.body, scalar_values, self.location
         )

@@ -8,7 +8,8 @@ from typing import Any
 from k3dsl.errors import TraceError
 from k3dsl.frontend.builder import Builder, user_location
 from k3dsl.frontend.tile import Operand, Tile, as_dim, lift
-from k3dsl.ir.graph import Index, TensorParam, Value
+from k3dsl.ir.graph import Index, Op, TensorParam, Value
+from k3dsl.ir.opset import access_shape
 from k3dsl.ir.symbols import Sym
 from k3dsl.ir.types import DType
 
@@ -164,8 +165,9 @@ class TensorRef:
         if order:
             attrs["order"] = tuple(order)
         if mask is not None:
+            shape = access_shape(Op("load", operands, [], index=index, loc=user_location()), self.param)
             attrs["mask_slot"] = len(operands)
-            operands.append(mask.value)
+            operands.append(Builder.current().broadcast(mask.value, shape))
         return Tile(Builder.current().emit("load", operands, attrs, index=index).result)
 
     def store(self, *key: Any, value: Operand, mask: Tile | None = None, contiguity: int | None = None) -> None:
@@ -177,9 +179,6 @@ class TensorRef:
         self._write("atomic_add", key, value, mask, None)
 
     def _write(self, opcode: str, key: Any, value: Operand, mask: Tile | None, contiguity: int | None) -> None:
-        from k3dsl.ir.graph import Op
-        from k3dsl.ir.opset import access_shape
-
         builder = Builder.current()
         operands, index = self._index(key)
         shape = access_shape(Op(opcode, operands, [], index=index, loc=user_location()), self.param)

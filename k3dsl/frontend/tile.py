@@ -114,8 +114,11 @@ class Tile:
         return Tile(Builder.current().emit("select", [self.value], {"axis": axis, "position": position}).result)
 
     def _reduce(self, kind: str, axis: int, keepdim: bool) -> Tile:
+        builder = Builder.current()
         attrs = {"kind": kind, "axis": axis % max(1, len(self.shape)), "keepdim": keepdim}
-        return Tile(Builder.current().emit("reduce", [self.value], attrs).result)
+        counts = self.dtype.is_bool and kind not in ("any", "all")
+        value = builder.cast(self.value, i32) if counts else self.value
+        return Tile(builder.emit("reduce", [value], attrs).result)
 
     def sum(self, axis: int, keepdim: bool = False) -> Tile:
         return self._reduce("sum", axis, keepdim)

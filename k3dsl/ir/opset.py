@@ -91,6 +91,14 @@ def _unary(floats_only: bool) -> Callable[[Op, dict[str, TensorParam]], list[Til
     return infer
 
 
+def _not(op: Op, tensors: dict[str, TensorParam]) -> list[TileType]:
+    _operands(op, 1)
+    t = op.operands[0].type
+    if t.dtype.is_float:
+        raise _fail(op, f"takes bools or integers, got {t}", fix="negate with -x, or compare first")
+    return [t]
+
+
 def _binary(op: Op, tensors: dict[str, TensorParam]) -> list[TileType]:
     _operands(op, 2)
     shape = _same_shape(op)
@@ -427,7 +435,7 @@ for _name, _doc in BITWISE.items():
     OPSET[_name] = OpInfo(_doc, _bitwise)
 for _name, _doc in COMPARE.items():
     OPSET[_name] = OpInfo(_doc, _compare)
-OPSET["not"] = OpInfo("logical or bitwise not", _unary(False))
+OPSET["not"] = OpInfo("logical not of bools, bitwise not of integers", _not)
 
 
 def default_precision(dtype: DType) -> str:

@@ -168,7 +168,7 @@ class _OpReader:
             self.parser._define(line, name, type, value)
         rest = text[len(opcode) :]
         if opcode == "dim":
-            op.attrs["expr"] = self.parser._expr(line, rest)
+            op.attrs["expr"] = self.parser._expr(line, rest.strip())
             return op
         cursor = Cursor(line, rest)
         if opcode == "const":

@@ -95,7 +95,7 @@ class Expr:
         """The value if it is a plain integer, else None."""
         if not self.terms:
             return 0
-        if len(self.terms) == 1 and () in self.terms:
+        if len(self.terms) == 1 and () in self.terms and self.terms[()].denominator == 1:
             return int(self.terms[()])
         return None
 
@@ -323,43 +323,57 @@ def _max_bounds(atom: Opaque) -> Interval:
     return low, high
 
 
-def _exact_quotient(a: Expr, b: Expr) -> Expr | None:
+def _split_multiples(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
+    """(q, r) with a = b q + r for a positive number b; r is left with the terms not known to be multiples of b."""
     n = b.constant
-    if n is None or n <= 0 or a.divisor() % n != 0:
+    if n is None or n <= 0:
         return None
-    return Expr({m: c / n for m, c in a.terms.items()})
+    quotient: dict[Monomial, Fraction] = {}
+    rest: dict[Monomial, Fraction] = {}
+    for monomial, coefficient in a.terms.items():
+        if not monomial and coefficient.denominator == 1:
+            quotient[()], rest[()] = Fraction(int(coefficient) // n), Fraction(int(coefficient) % n)
+            continue
+        known = coefficient
+        for atom in monomial:
+            known *= atom.divisible_by if isinstance(atom, Sym) else 1
+        (quotient if (known / n).denominator == 1 else rest)[monomial] = coefficient
+    return Expr({m: c / n if m else c for m, c in quotient.items()}), Expr(rest)
 
 
 def floordiv(a: IntLike, b: IntLike) -> Expr:
-    """a // b, rounding down; a plain polynomial when the facts say that b divides a."""
+    """a // b, rounding down; terms that the facts make multiples of b are divided exactly."""
     a, b = Expr.of(a), Expr.of(b)
-    exact = _exact_quotient(a, b)
-    if exact is not None:
-        return exact
-    if a.constant is not None and b.constant:
-        return Expr.of(a.constant // b.constant)
-    return Expr.of(Opaque("floordiv", a, b))
+    split = _split_multiples(a, b)
+    if split is None:
+        folded = a.constant // b.constant if a.constant is not None and b.constant else None
+        return Expr.of(Opaque("floordiv", a, b) if folded is None else folded)
+    quotient, rest = split
+    return quotient if rest.constant is not None else quotient + Expr.of(Opaque("floordiv", rest, b))
 
 
 def cdiv(a: IntLike, b: IntLike) -> Expr:
     """a / b rounded up."""
     a, b = Expr.of(a), Expr.of(b)
-    exact = _exact_quotient(a, b)
-    if exact is not None:
-        return exact
-    if a.constant is not None and b.constant:
-        return Expr.of(-(-a.constant // b.constant))
-    return Expr.of(Opaque("cdiv", a, b))
+    split = _split_multiples(a, b)
+    if split is None:
+        folded = -(-a.constant // b.constant) if a.constant is not None and b.constant else None
+        return Expr.of(Opaque("cdiv", a, b) if folded is None else folded)
+    quotient, rest = split
+    if rest.constant is not None:
+        return quotient + (1 if rest.constant else 0)
+    return quotient + Expr.of(Opaque("cdiv", rest, b))
 
 
 def mod(a: IntLike, b: IntLike) -> Expr:
     """a % b."""
     a, b = Expr.of(a), Expr.of(b)
-    if _exact_quotient(a, b) is not None:
-        return Expr.of(0)
-    if a.constant is not None and b.constant:
-        return Expr.of(a.constant % b.constant)
-    return Expr.of(Opaque("mod", a, b))
+    split = _split_multiples(a, b)
+    if split is None:
+        folded = a.constant % b.constant if a.constant is not None and b.constant else None
+        return Expr.of(Opaque("mod", a, b) if folded is None else folded)
+    rest = split[1]
+    return rest if rest.constant is not None else Expr.of(Opaque("mod", rest, b))
 
 
 def smaller(a: IntLike, b: IntLike) -> Expr:

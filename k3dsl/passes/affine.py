@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from k3dsl.ir.graph import Index, Kernel, Op, Value, walk
 from k3dsl.ir.scalars import integer_range, widens
-from k3dsl.ir.symbols import INT32_MAX, Atom, Expr, Opaque, Sym, floordiv, larger, mod, smaller
+from k3dsl.ir.symbols import INT32_MAX, Atom, Expr, Opaque, Sym, cdiv, floordiv, larger, mod, smaller
 
 _STEPS = 400  # of one proof; a proof that needs more gives up
 
@@ -159,11 +159,7 @@ class IndexAnalysis:
     def _loop_index(self, op: Op, k: int) -> Expr:
         """start + step * @i<k>, where @i<k> runs from 0 to the last step."""
         start, stop, step = self.affine(op.operands[0]), self.affine(op.operands[1]), op.attrs.get("step", 1)
-        rows = stop - start
-        if rows.divisor() % step == 0:
-            last = floordiv(rows, step) - 1
-        else:
-            last = Expr({m: c / step for m, c in (rows - 1).terms.items()})  # rounded down it is the last step
+        last = floordiv(stop - start - 1, step)
         name = f"@i{k}"
         self._limits.append(_Limit(name, last))
         return start + Expr.of(Sym(name, max=_maximum(last))) * step
@@ -235,6 +231,7 @@ class _Proof:
         return False
 
     def _bounds(self, atom: Opaque, low: bool) -> list[Expr]:
+        """Expressions that the atom is never below (low) or never above. Which one helps depends on the rest."""
         a, b = atom.a, atom.b
         n = b.constant
         if atom.op == "min":
@@ -242,14 +239,35 @@ class _Proof:
         if atom.op == "max":
             return [a, b] if low else []
         if atom.op in ("floordiv", "cdiv") and n is not None and n > 0:
+            divide = floordiv if atom.op == "floordiv" else cdiv
+            end = self._end(a, low)
             exact = Expr({m: c / n for m, c in a.terms.items()})
             slack = Expr({(): Fraction(n - 1, n)})
-            if atom.op == "floordiv":
-                return [exact - slack] if low else [exact]
-            return [exact] if low else [exact + slack]
+            loose = (
+                exact - slack if low and divide is floordiv else exact + slack if not low and divide is cdiv else exact
+            )
+            return [loose] if end is None else [divide(end, n), loose]
         if atom.op == "mod" and self.nonnegative(b):
             return [Expr.of(0)] if low else [b - 1]
         return []
+
+    def _end(self, expr: Expr, low: bool) -> Expr | None:
+        """The least (low) or greatest value over all programs and steps, over dims alone; None if that is not known or the
+        expression is over dims alone as it is."""
+        changed = False
+        for limit in reversed(self.limits):
+            symbol = next((a for a in expr.atoms() if isinstance(a, Sym) and a.name == limit.name), None)
+            if symbol is None:
+                continue
+            factor, rest = _split(expr, symbol)
+            if factor is None:
+                return None
+            rising = self.nonnegative(factor)
+            if not rising and not self.nonnegative(-factor):
+                return None
+            expr, changed = rest if rising == low else rest + factor * limit.last, True
+        opaque = any(isinstance(a, Opaque) for a in expr.atoms())
+        return expr if changed and not opaque else None
 
 
 def _split(expr: Expr, atom: Atom) -> tuple[Expr | None, Expr]:

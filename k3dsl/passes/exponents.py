@@ -26,11 +26,13 @@ _LOG2 = {"f64": 1023.0, "f32": 127.0, "bf16": 127.0, "f16": 15.0, "f8e4m3": 8.0,
 def check_exponents(kernel: Kernel) -> list[Reason]:
     """A reason for each exp and exp2 whose argument is not provably below its dtype's overflow: 88 nats (127 in log2) for
     f32. `exp2(x, bound=...)` states a bound that the analysis cannot see."""
-    lint = _Lint(kernel)
+    lint = ExponentLint(kernel)
     return [r for op in walk(kernel.body) if op.opcode in ("exp", "exp2") for r in lint.check(op)]
 
 
-class _Lint:
+class ExponentLint:
+    """The lint of one kernel; the kernel must not change meanwhile."""
+
     def __init__(self, kernel: Kernel) -> None:
         self.known = ranges(kernel)
         self.users: dict[int, list[Op]] = {}
@@ -42,6 +44,7 @@ class _Lint:
                     self.users.setdefault(id(v), []).append(op)
 
     def check(self, op: Op) -> list[Reason]:
+        """The reason, if there is one, why an exp or exp2 may overflow."""
         table, unit = (_NATS, "nats") if op.opcode == "exp" else (_LOG2, "in log2")
         limit = table[op.result.dtype.name]
         stated = op.attrs.get("bound")

@@ -11,6 +11,7 @@ from k3dsl import settings
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.symbols import Sym
 from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.op import Point, forced_for
 from k3dsl.runtime.plan import Plan
 from k3dsl.targets import Target, detect
 
@@ -23,7 +24,7 @@ def strides_of(
 ) -> tuple[dict[str, tuple[int | Sym, ...]], dict[str, int]]:
     """Layout facts of the tensors that are not contiguous: a symbol an axis with its divisor and size class, and values.
 
-    A symbol's facts depend only on the power of two that divides the stride and on whether it is under 2^24, so that
+    A stride of 1 is compiled in, on whichever axis it is: that is what lets a transposed tensor be read quickly. A symbol's facts depend only on the power of two that divides the stride and on whether it is under 2^24, so that
     similar calls share code.
     """
     facts: dict[str, tuple[int | Sym, ...]] = {}
@@ -34,7 +35,7 @@ def strides_of(
         symbols: list[int | Sym] = []
         last = t.dim() - 1
         for axis, stride in enumerate(t.stride()):
-            if axis == last and (stride == 1 or t.shape[axis] == 1):
+            if stride == 1 and t.shape[axis] != 1 or axis == last and t.shape[axis] == 1:
                 symbols.append(1)
                 continue
             if t.shape[axis] == 1:
@@ -47,7 +48,7 @@ def strides_of(
     return facts, values
 
 
-def aligned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors, those whose first element is not at a multiple of 16 bytes copied: generated code counts on it."""
     return {n: t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for n, t in tensors.items()}
 
@@ -85,8 +86,12 @@ class Dispatcher:
         strides: Mapping[str, tuple[int | Sym, ...]],
         device: torch.device,
         schedules: Mapping[str, Mapping[str, Any]] | None = None,
+        backend: str | None = None,
     ) -> Executable:
-        backend = choose_backend(device)
+        backend = backend or choose_backend(device)
+        force = forced_for(self._plan)
+        if force is not None:
+            schedules = force.schedules
         key = (
             backend,
             device,
@@ -98,6 +103,8 @@ class Dispatcher:
         )
         found = self._known.get(key)
         if found is None:
+            if force is not None:
+                Point(force.op, dims, knobs, options, {}).check()
             plan = self._plan(dims, knobs, options, backend, schedules, strides)
             found = self._known[key] = Executable(plan, current_target(device), device)
         return found

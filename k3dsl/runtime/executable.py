@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from k3dsl.backends.torch import dtypes as torch_dtypes
 from k3dsl.errors import ArgumentError, LegalityError, UnknownNameError
 from k3dsl.ir.graph import Kernel
 from k3dsl.ir.identity import kernel_hash
-from k3dsl.ir.symbols import Expr
+from k3dsl.runtime.extents import expression
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target, get_target
 
@@ -42,19 +44,6 @@ def build(launch: Launch, target: Target) -> Artifact:
     return _artifacts[key]
 
 
-def expression(exprs: tuple[Expr, ...]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-    """A fast function of the dims for a tuple of expressions."""
-
-    def call(op: str, a: str, b: str) -> str:
-        if op == "cdiv":
-            return f"-(-({a}) // ({b}))"
-        return f"(({a}) {'//' if op == 'floordiv' else '%'} ({b}))" if op in ("floordiv", "mod") else f"{op}({a}, {b})"
-
-    parts = [e.render(lambda n: f"d[{n!r}]", call) for e in exprs]
-    text = f"lambda d: ({', '.join(parts)}{',' if parts else ''})"
-    return eval(text, {"min": min, "max": max})  # type: ignore[no-any-return]  # text comes from Expr.render alone
-
-
 class BoundLaunch:
     """One launch made ready: how to get each argument, and what to call."""
 
@@ -69,7 +58,7 @@ class BoundLaunch:
             from k3dsl.backends.torch.evaluate import Evaluator
 
             self.evaluator = Evaluator(self.kernel, check=bool(settings.get("K3DSL_CHECK")))
-            self.run: Callable[[Mapping[str, Any], Mapping[str, int]], None] = self._run_torch
+            self.run_with: Callable[[Mapping[str, Any], Mapping[str, int], Mapping[str, Any]], None] = self._run_torch
             return
         if target is None:
             raise ArgumentError("a generated backend needs a GPU target", fix="pass target='sm_90a' or the like")
@@ -85,20 +74,50 @@ class BoundLaunch:
                 self.getters.append((2, arg.source))
             else:
                 self.getters.append((1, arg.name))
-        self.run = self._run_gpu
+        self.run_with = self._run_gpu
 
-    def _run_torch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
+    def run(self, tensors: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+        """Launches with the scalars that the plan gives."""
+        self.run_with(tensors, dims, self.launch.scalars)
+
+    def _run_torch(
+        self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], scalars: Mapping[str, float]
+    ) -> None:
         self.evaluator(
             {parameter: tensors[buffer] for parameter, buffer in self.names},
             {name: dims[name] for name in self.dim_names},
-            dict(self.launch.scalars),
+            dict(scalars),
         )
 
-    def _run_gpu(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
-        scalars = self.launch.scalars
+    def _run_gpu(
+        self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], scalars: Mapping[str, float]
+    ) -> None:
         args = [tensors[n] if kind == 0 else dims[n] if kind == 1 else scalars[n] for kind, n in self.getters]
         grid = self.grid(dims)
         self.launcher((*grid, 1, 1)[:3], args)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an executable as it happened: every tensor by buffer name, scratch included, and the runtime dims."""
+
+    executable: Executable
+    tensors: Mapping[str, torch.Tensor]
+    dims: Mapping[str, int]
+
+
+_recordings: list[list[Call]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """While active, every call of an executable in this process is appended to the list; for timing launch by launch."""
+    calls: list[Call] = []
+    _recordings.append(calls)
+    try:
+        yield calls
+    finally:
+        _recordings[:] = [known for known in _recordings if known is not calls]
 
 
 class Executable:
@@ -129,6 +148,8 @@ class Executable:
                 held[name] = torch.empty(shape(dims), dtype=dtype, device=self.device)
         for launch in self.launches:
             launch.run(held, dims)
+        for calls in _recordings:
+            calls.append(Call(self, held, dict(dims)))
         return {name: held[name] for name in self.outputs}
 
     def check_facts(self, dims: Mapping[str, int]) -> None:

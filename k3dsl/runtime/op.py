@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from k3dsl.errors import ArgumentError, UnknownNameError
+from k3dsl.errors import ArgumentError, LegalityError, UnknownNameError
 from k3dsl.ir.symbols import Sym
 from k3dsl.ir.types import DTYPES, DType
 from k3dsl.runtime.plan import Plan
@@ -44,15 +47,34 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Case:
+    """One set of inputs on which an op is judged.
+
+    make(device, seed) draws the keyword arguments of the op's `call`. limits: largest relative RMS error by output name.
+    """
+
+    name: str
+    family: str
+    make: Callable[[Any, int], dict[str, Any]]
+    limits: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Op:
     """One op of the registry.
 
     plan(dims, knobs, options, backend, schedules) -> Plan. dims hold an int for every static dim and an int or Sym for
     the others. schedules: {launch label: {field: value}} over the op's defaults.
-    inputs(dims, options, device, seed) -> keyword tensors of `call`; call(**inputs) runs the op on torch tensors and
-    returns named outputs; reference(**inputs) gives them in fp64; peers() gives other libraries' functions by name.
-    limits(options) -> largest relative RMS error by output name. heuristic(options, dims) -> knobs that differ from their
-    defaults for a shape.
+    prepare_dims(dims, options) -> the dims that `plan` takes, where some follow from others.
+    constraints(dims, knobs, options) -> why a point of the space is refused.
+    heuristic(options, dims) -> knobs that differ from their defaults for a shape.
+
+    How an op is judged and timed: inputs(dims, options, device, seed) -> keyword arguments of `call`; cases(size) -> the
+    inputs of its test suite, 'small' or 'whole'; call(**inputs) runs the op on torch tensors and returns outputs by name;
+    reference(**inputs) returns them in fp64; mutates: inputs that `call` changes; limits(options) -> largest relative RMS
+    error by output name; peers() -> other libraries' functions by name, called and returning like `call`;
+    traffic_bytes(plan, dims) -> least bytes that each launch moves, where that is not the size of its tensors;
+    cpu_dims: what a CPU is asked to do where nobody says how much.
     """
 
     name: str
@@ -63,18 +85,37 @@ class Op:
     plan: Callable[..., Plan]
     launches: tuple[str, ...]
     inputs: Callable[..., dict[str, Any]] | None = None
+    cases: Callable[[str], list[Case]] | None = None
     call: Callable[..., dict[str, Any]] | None = None
     reference: Callable[..., dict[str, Any]] | None = None
-    peers: Callable[[], dict[str, Callable[..., Any]]] | None = None
+    mutates: tuple[str, ...] = ()
+    peers: Callable[[], dict[str, Callable[..., dict[str, Any]]]] | None = None
     limits: Callable[[Mapping[str, Any]], dict[str, float]] | None = None
     constraints: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], list[str]] | None = None
-    traffic_bytes: Callable[[Mapping[str, int], Mapping[str, Any], Mapping[str, Any]], dict[str, int]] | None = None
+    traffic_bytes: Callable[[Plan, Mapping[str, int]], dict[str, int]] | None = None
     heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
+    prepare_dims: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    cpu_dims: Mapping[str, int] = field(default_factory=dict)
     seeds: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
 
     def default_knobs(self, options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-        """Knobs for a call that nobody tuned: the op's own rule over its defaults."""
-        return self.resolve_knobs(self.heuristic(options, dims) if self.heuristic is not None else {})
+        """Knobs for a call that nobody tuned: the op's own rule over its defaults, then what `forced` says."""
+        knobs = dict(self.heuristic(options, dims)) if self.heuristic is not None else {}
+        force = _forced.get().get(self.name)
+        return self.resolve_knobs(knobs if force is None else {**knobs, **force.knobs})
+
+    def point(self, dims: Mapping[str, int], settings: Mapping[str, Any], symbolic: bool = False) -> Point:
+        """The point of the op's space that dims and NAME=VALUE settings mean; what they leave open is the op's default.
+
+        symbolic: runtime dims become symbols with the facts of the values given. Raises ArgumentError, UnknownNameError.
+        """
+        given_knobs, given_options, schedules = self.split_settings(settings)
+        options = self.resolve_options(given_options)
+        prepare = self.prepare_dims or (lambda d, _: dict(d))
+        known = prepare(self.resolve_dims(dims), options)
+        knobs = self.resolve_knobs({**self.default_knobs(options, known), **given_knobs})
+        resolved = prepare(self.resolve_dims(dims, symbolic=True), options) if symbolic else known
+        return Point(self, resolved, knobs, options, schedules)
 
     def resolve_dims(self, given: Mapping[str, int], symbolic: bool = False) -> dict[str, int | Sym]:
         """Every dim by name; with `symbolic`, runtime dims become symbols that keep the given value's divisor (up to 64)."""
@@ -94,6 +135,10 @@ class Op:
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         check_names("option", given, [o.name for o in self.options], self.name)
         return {o.name: _chosen(self.name, "option", o, given.get(o.name, o.default)) for o in self.options}
+
+    def fresh(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of `call` with copies of those that it changes."""
+        return {n: x.clone() if n in self.mutates and x is not None else x for n, x in inputs.items()}
 
     def split_settings(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
         """Splits NAME=VALUE settings into knobs, options and schedule fields ('scan.num_warps', 'scan.stages.chunks')."""
@@ -119,6 +164,69 @@ class Op:
         return knobs, options, schedules
 
 
+@dataclass(frozen=True)
+class Point:
+    """An op with everything about it decided but the backend and the target."""
+
+    op: Op
+    dims: Mapping[str, Any]
+    knobs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    schedules: Mapping[str, Mapping[str, Any]]
+
+    def reasons(self) -> list[str]:
+        """Why the op's own constraints refuse this point; empty when they do not."""
+        return self.op.constraints(self.dims, self.knobs, self.options) if self.op.constraints is not None else []
+
+    def check(self) -> None:
+        """Raises LegalityError with every reason when the op refuses the point."""
+        if reasons := self.reasons():
+            raise LegalityError(f"{self.op.name} refuses these settings: {'; '.join(reasons)}")
+
+    def plan(self, backend: str) -> Plan:
+        """The launches of the point. Raises LegalityError when the op refuses it."""
+        self.check()
+        return self.op.plan(self.dims, self.knobs, self.options, backend, self.schedules)
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Knobs and schedule fields that calls of an op use instead of its own choice."""
+
+    op: Op
+    knobs: Mapping[str, Any]
+    schedules: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def key(self) -> str:
+        """Equal for equal choices: part of the key of whatever remembers compiled code."""
+        return f"{sorted(self.knobs.items())} {self.schedules}"
+
+
+_forced: ContextVar[Mapping[str, Forced]] = ContextVar("k3dsl_forced", default=MappingProxyType({}))
+
+
+@contextmanager
+def forced(op: Op, knobs: Mapping[str, Any], schedules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """While active, the op's torch function runs with these knobs and schedule fields, whatever its rule or a pack says."""
+    token = _forced.set({**_forced.get(), op.name: Forced(op, knobs, schedules)})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced_key(op: Op) -> str | None:
+    """What is forced on the op as a hashable key; None, and quick, when nothing is."""
+    active = _forced.get()
+    return active[op.name].key if active and op.name in active else None
+
+
+def forced_for(plan: Callable[..., Plan]) -> Forced | None:
+    """What is forced on the op of this plan function, if anything."""
+    return next((f for f in _forced.get().values() if f.op.plan is plan), None)
+
+
 def runtime_dim(name: str, value: int, cap: int = 64) -> Sym:
     """A runtime dim with the largest power of two up to `cap` that divides the value seen."""
     divisor = 1
@@ -130,11 +238,16 @@ def runtime_dim(name: str, value: int, cap: int = 64) -> Sym:
 def _chosen(op: str, what: str, entry: Knob | Option, value: Any) -> Any:
     if isinstance(value, str) and value in DTYPES and any(isinstance(c, DType) for c in entry.choices):
         value = DTYPES[value]
-    if entry.choices and value not in entry.choices:
-        raise ArgumentError(
-            f"{op}: {what} {entry.name} cannot be {value!r}", fix=f"choose one of {', '.join(map(str, entry.choices))}"
-        )
-    return value
+    if not entry.choices:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ArgumentError(f"{op}: {what} {entry.name} cannot be {value!r}", fix="give a number, or none")
+        return value
+    for choice in entry.choices:
+        if choice == value:  # 1 is True, 2.0 is 2: the choice is what counts
+            return choice
+    raise ArgumentError(
+        f"{op}: {what} {entry.name} cannot be {value!r}", fix=f"choose one of {', '.join(map(str, entry.choices))}"
+    )
 
 
 def check_names(what: str, given: Iterable[str], known: list[str], op: str | None = None) -> None:

@@ -20,7 +20,7 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Ceilings", "Device", "Target", "all_devices", "all_targets", "detect", "device_facts", "get_target"]
+__all__ = ["Ceilings", "Device", "Target", "all_devices", "all_targets", "arch_of", "detect", "device_facts", "get_target"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,16 @@ class Target:
     def max_warps_per_block(self) -> int:
         """Warps of a program with as many threads as a launch may have."""
         return self.max_threads_per_block // self.warp_size
+
+    def runs_on(self, arch: int | str) -> bool:
+        """Whether machine code for this target runs on a GPU of that architecture.
+
+        NVIDIA's plain targets (sm_80) run on newer GPUs of the same generation too, those with an `a` on their own only.
+        """
+        if arch == self.arch:
+            return True
+        both = isinstance(arch, int) and isinstance(self.arch, int)
+        return both and not self.name.endswith("a") and arch // 10 == self.arch // 10 and arch > self.arch  # type: ignore[operator]
 
     def __str__(self) -> str:
         return self.name
@@ -144,16 +154,21 @@ def device_facts(name: str) -> Device | None:
     return None
 
 
+def arch_of(device: int) -> int | str:
+    """How the GPU of this number, as torch counts, names its own architecture: 90, 'gfx942'. Needs a GPU."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName.split(":")[0])  # "gfx942:sramecc+:xnack-"
+    return int(10 * properties.major + properties.minor)
+
+
 def detect() -> Target | None:
     """The architecture of the current GPU as torch sees it; None without a GPU, and for one without facts here."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch: int | str
-    if torch.version.hip:
-        arch = properties.gcnArchName.split(":")[0]  # "gfx942:sramecc+:xnack-"
-    else:
-        arch = 10 * properties.major + properties.minor
+    arch = arch_of(torch.cuda.current_device())
     return next((target for target in all_targets() if target.arch == arch), None)

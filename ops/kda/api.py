@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,9 @@ from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked
 from k3dsl.ops.kda.space import DECODE, FORWARD
-from k3dsl.runtime.dispatch import Dispatcher, aligned, strides_of
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, aligned, choose_backend, strides_of
+from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.op import forced_key
 
 _forward = Dispatcher(plans.forward)
 _decode = Dispatcher(plans.decode)
@@ -37,17 +40,106 @@ def chunk_table(cu_seqlens: torch.Tensor, chunk: int, bound: int) -> tuple[torch
     return offsets, table.to(torch.int32)
 
 
-def _gate_options(
-    use_gate: bool, lower_bound: float | None, safe_gate: bool, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None
-) -> dict[str, Any]:
-    gate = "none" if not use_gate else "softplus" if lower_bound is None else "bounded"
-    return {
-        "gate": gate,
-        "lower_bound": lower_bound,
-        "safe_gate": safe_gate,
-        "A_log": use_gate and A_log is not None,
-        "dt_bias": use_gate and dt_bias is not None,
-    }
+class Call(NamedTuple):
+    """What forward and decode share of the things that choose the code."""
+
+    device: torch.device
+    dtype: torch.dtype
+    gate_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    H: int
+    HK: int
+    K: int
+    V: int
+    scale: float | None
+    l2norm: bool
+    use_gate: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+    lower_bound: float | None
+    v_first: bool
+    A_log: bool
+    dt_bias: bool
+    strides: tuple[tuple[str, tuple[int | Sym, ...]], ...]
+    backend: str
+    forced: str | None
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "dtype": from_torch(self.dtype),
+            "gate_dtype": from_torch(self.gate_dtype),
+            "beta_dtype": from_torch(self.beta_dtype),
+            "gate": "none" if not self.use_gate else "softplus" if self.lower_bound is None else "bounded",
+            "lower_bound": self.lower_bound,
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "l2norm": self.l2norm,
+            "beta_sigmoid": self.beta_sigmoid,
+            "neg_eigval": self.neg_eigval and self.beta_sigmoid,
+            "scale": self.scale,
+            "v_first": self.v_first,
+        }
+
+    def dims(self) -> dict[str, int | Sym]:
+        return {"H": self.H, "HK": self.HK, "K": self.K, "V": self.V}
+
+
+@lru_cache(maxsize=4096)
+def _forward_code(
+    call: Call,
+    safe_gate: bool,
+    initial: torch.dtype | None,
+    final: torch.dtype | None,
+    offsets: torch.dtype | None,
+    single: int,
+    divisor: int,
+) -> tuple[Executable, int]:
+    """The compiled plan for a kind of call, and its chunk length."""
+    options = FORWARD.resolve_options(
+        {
+            **call.options(),
+            "safe_gate": safe_gate,
+            "initial_state": None if initial is None else from_torch(initial),
+            "final_state": None if final is None else from_torch(final),
+            "varlen": offsets is not None,
+            "cu_dtype": None if offsets is None else from_torch(offsets),
+        }
+    )
+    knobs = FORWARD.default_knobs(options, {"H": call.H, "V": call.V})
+    dims = call.dims()
+    if offsets is None:
+        batch = 1 if single else Sym("B", min=1, max=65535)
+        dims |= {"T": Sym("T", divisible_by=divisor, min=1), "B": batch, "N": batch}
+    else:
+        dims |= {"T": Sym("T", min=1), "B": 1, "N": Sym("N", min=1), "chunks": Sym("chunks", min=1)}
+    return _forward(dims, knobs, options, dict(call.strides), call.device, backend=call.backend), knobs["chunk"]
+
+
+@lru_cache(maxsize=4096)
+def _decode_code(call: Call, state: torch.dtype, indexed: bool, in_place: bool, batch: int) -> Executable:
+    options = DECODE.resolve_options(
+        {**call.options(), "state": from_torch(state), "indexed": indexed, "in_place": in_place}
+    )
+    knobs = DECODE.default_knobs(options, {"B": batch, "H": call.H, "V": call.V})
+    dims = {**call.dims(), "B": Sym("B", min=1, max=65535), "slots": Sym("slots", min=1)}
+    return _decode(dims, knobs, options, dict(call.strides), call.device, backend=call.backend)
+
+
+def layout(tensors: dict[str, torch.Tensor]) -> tuple[tuple[tuple[str, tuple[int | Sym, ...]], ...], dict[str, int]]:
+    """Copies what generated code cannot address; returns stride facts of the rest, hashable, and stride values."""
+    tensors.update(aligned(tensors))
+    strides, values = strides_of(tensors)
+    return tuple(strides.items()), values
+
+
+def gate_tensors(
+    tensors: dict[str, torch.Tensor], A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, H: int, K: int
+) -> None:
+    """Adds the gate's parameters in the form the kernels take: fp32, [H] and [H, K]."""
+    if A_log is not None:
+        tensors["A_log"] = A_log.to(torch.float32).contiguous()
+    if dt_bias is not None:
+        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
 
 
 def _token_divisor(tokens: int) -> int:
@@ -88,47 +180,31 @@ def _kda_forward(
         if initial_state is not None:
             return o, initial_state.contiguous().clone()
         return o, torch.zeros(state_shape, dtype=final_dtype, device=q.device)
-    options = FORWARD.resolve_options(
-        {
-            "dtype": from_torch(q.dtype),
-            "gate_dtype": from_torch(g.dtype),
-            "beta_dtype": from_torch(beta.dtype),
-            **_gate_options(use_gate, lower_bound, safe_gate, A_log, dt_bias),
-            "l2norm": l2norm,
-            "beta_sigmoid": beta_sigmoid,
-            "neg_eigval": neg_eigval and beta_sigmoid,
-            "initial_state": None if initial_state is None else from_torch(initial_state.dtype),
-            "final_state": from_torch(final_dtype) if output_final_state else None,
-            "v_first": v_first,
-            "varlen": cu_seqlens is not None,
-            "cu_dtype": None if cu_seqlens is None else from_torch(cu_seqlens.dtype),
-            "scale": scale,
-        }
-    )
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    if options["A_log"]:
-        tensors["A_log"] = A_log.to(torch.float32).contiguous()  # type: ignore[union-attr]
-    if options["dt_bias"]:
-        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()  # type: ignore[union-attr]
     if initial_state is not None:
         tensors["initial_state"] = initial_state
-    tensors = aligned(tensors)
-    strides, stride_dims = strides_of(tensors)
-    knobs = FORWARD.default_knobs(options, {"H": H, "N": N, "V": V, "T": T})
-    dims: dict[str, int | Sym] = {"H": H, "HK": HK, "K": K, "V": V}
-    values = {"T": T, **stride_dims}
+    strides, values = layout(tensors)
+    gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
+    executable, chunk = _forward_code(
+        Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
+             lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, choose_backend(q.device),
+             forced_key(FORWARD)),
+        safe_gate,
+        None if initial_state is None else initial_state.dtype,
+        final_dtype if output_final_state else None,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+        1 if B == 1 else 0,
+        _token_divisor(T),
+    )  # fmt: skip
+    values["T"] = T
     if cu_seqlens is None:
-        dims["T"] = Sym("T", divisible_by=_token_divisor(T), min=1)
-        dims["B"] = 1 if B == 1 else Sym("B", min=1, max=65535)
-        dims["N"] = dims["B"]
         values["B"] = B
     else:
-        bound = T // knobs["chunk"] + N
-        dims |= {"T": Sym("T", min=1), "B": 1, "N": Sym("N", min=1), "chunks": Sym("chunks", min=1)}
+        bound = T // chunk + N
         values |= {"N": N, "chunks": bound}
         tensors["cu_seqlens"] = cu_seqlens.contiguous()
-        tensors["chunk_offsets"], tensors["chunk_table"] = chunk_table(cu_seqlens, knobs["chunk"], bound)
-    out = _forward(dims, knobs, options, strides, q.device)(tensors, values)
+        tensors["chunk_offsets"], tensors["chunk_table"] = chunk_table(cu_seqlens, chunk, bound)
+    out = executable(tensors, values)
     return out["o"], out["final_state"] if output_final_state else q.new_empty(0)
 
 
@@ -287,29 +363,21 @@ def kda(
     return o, state if output_final_state else None
 
 
-@torch.library.custom_op("k3dsl::kda_decode_", mutates_args=("state",))
-def _kda_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    scale: float | None,
-    l2norm: bool,
-    use_gate: bool,
-    beta_sigmoid: bool,
-    neg_eigval: bool,
-    lower_bound: float | None,
-    v_first: bool,
-) -> torch.Tensor:
-    return _run_decode(
-        q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
-        lower_bound, v_first, in_place=True,
-    )["o"]  # fmt: skip
+# Defined by schema: torch.library.custom_op costs some 80 us a call for an op that mutates an argument.
+_library = torch.library.Library("k3dsl", "FRAGMENT")
+_library.define(
+    "kda_decode_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? state_indices, "
+    "Tensor? A_log, Tensor? dt_bias, float? scale, bool l2norm, bool use_gate, bool beta_sigmoid, bool neg_eigval, "
+    "float? lower_bound, bool v_first) -> Tensor"
+)
+
+
+def _kda_decode_in_place(q, k, v, g, beta, state, *rest):  # type: ignore[no-untyped-def]
+    return _run_decode(q, k, v, g, beta, state, *rest, in_place=True)["o"]
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("kda_decode_", _kda_decode_in_place, _key)
 
 
 @torch.library.custom_op("k3dsl::kda_decode", mutates_args=())
@@ -338,7 +406,7 @@ def _kda_decode_new(
     return out["o"], out["new_state"]
 
 
-@_kda_decode.register_fake
+@torch.library.register_fake("k3dsl::kda_decode_")
 def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
@@ -372,45 +440,26 @@ def _run_decode(
     if B == 0:
         empty = torch.zeros_like(v, memory_format=torch.contiguous_format)
         return {"o": empty, "new_state": state.new_empty((0, *state.shape[1:]))}
-    options = DECODE.resolve_options(
-        {
-            "dtype": from_torch(q.dtype),
-            "gate_dtype": from_torch(g.dtype),
-            "beta_dtype": from_torch(beta.dtype),
-            **{n: x for n, x in _gate_options(use_gate, lower_bound, False, A_log, dt_bias).items() if n != "safe_gate"},
-            "l2norm": l2norm,
-            "beta_sigmoid": beta_sigmoid,
-            "neg_eigval": neg_eigval and beta_sigmoid,
-            "state": from_torch(state.dtype),
-            "indexed": state_indices is not None,
-            "in_place": in_place,
-            "v_first": v_first,
-            "scale": scale,
-        }
-    )
     tensors = {name: x.squeeze(1) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
-    tensors = aligned(tensors)
-    tensors["state"] = state
-    if state.data_ptr() % 16:
+    if state.data_ptr() % ALIGNMENT:
         raise ArgumentError("state: does not start at a multiple of 16 bytes", fix="allocate the pool on its own")
-    strides, stride_dims = strides_of(tensors)
-    if options["A_log"]:
-        tensors["A_log"] = A_log.to(torch.float32).contiguous()  # type: ignore[union-attr]
-    if options["dt_bias"]:
-        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()  # type: ignore[union-attr]
+    tensors["state"] = state
+    strides, values = layout(tensors)
+    gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
     if state_indices is not None:
         tensors["state_indices"] = state_indices
-    knobs = DECODE.default_knobs(options, {"B": B, "H": H, "V": V})
-    dims: dict[str, int | Sym] = {
-        "B": Sym("B", min=1, max=65535),
-        "H": H,
-        "HK": HK,
-        "K": K,
-        "V": V,
-        "slots": Sym("slots", min=1),
-    }
-    values = {"B": B, "slots": state.shape[0], **stride_dims}
-    out = _decode(dims, knobs, options, strides, q.device)(tensors, values)
+    executable = _decode_code(
+        Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
+             lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, choose_backend(q.device),
+             forced_key(DECODE)),
+        state.dtype,
+        state_indices is not None,
+        in_place,
+        B,
+    )  # fmt: skip
+    values["B"] = B
+    values["slots"] = state.shape[0]
+    out = executable(tensors, values)
     return {name: x.unsqueeze(1) if name == "o" else x for name, x in out.items()}
 
 
@@ -466,7 +515,7 @@ def kda_decode(
         state_v_first=state_v_first,
         check_values=not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor),
     )
-    call = _kda_decode if in_place else _kda_decode_new
+    call = torch.ops.k3dsl.kda_decode_ if in_place else _kda_decode_new
     out = call(
         q,
         k,

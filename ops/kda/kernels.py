@@ -29,6 +29,7 @@ from k3dsl.language import (
     i32,
     kernel,
     loop,
+    maximum,
     program_id,
     reciprocal,
     rsqrt,
@@ -45,6 +46,9 @@ LOG2E = math.log2(math.e)
 NORM_EPS = 1e-6
 ROWS = 16
 """Rows of a chunk that one thread holds, so that the cumulative sum needs no exchange between threads."""
+OVERFLOW = 3.0e38
+SMALLEST = 2.0**-11
+"""Where the largest value is below this, fp16's smallest step costs more than its rounding."""
 ANCHOR_LIMIT = 118
 """Largest anchor, log2: factors 2^anchor times a unit key stay finite in bf16 and fp32."""
 
@@ -271,10 +275,48 @@ def scan(
     x=In("B chunks H C C"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
-    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True),
+    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True), out_of_range=Out("N H V//BV", i32, optional=True),
 ):  # fmt: skip
-    """Carries the state over the chunks of one sequence. It is kept as S^T [BV, K], the register operand of every product."""
+    """Carries the state over the chunks of one sequence. It is kept as S^T [BV, K], the register operand of every product.
+
+    With fp16 factors the state and R pass through fp16, and out_of_range says whether that could hold them: an overflow
+    leaves the state infinite or NaN for good, so its end shows it, and values too small for fp16 show in the largest one.
+    """
     block, head, sequence = program_id(0), program_id(1), program_id(2)
+    factors = (w, kg, qg, x, aqk, decay)
+    s0, state, largest = carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence)
+    store_state(c, final_state, state, block, head, sequence)
+    if out_of_range is not None:
+        lost = (~(abs(state) < OVERFLOW)).any(1).any(0)
+        seen = maximum(largest.max(1).max(0), abs(s0).max(1).max(0))
+        small = (seen > 0.0) & (seen < SMALLEST)
+        out_of_range[sequence, head, block] = (lost | small).to(i32)
+
+
+@kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))
+def rescan(
+    d, c,
+    out_of_range=In("N H V//BV", i32),
+    v=In("B T H V"), w=In("B chunks H C K"), kg=In("B chunks H C K"), qg=In("B chunks H C K"),
+    x=In("B chunks H C C"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
+    initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
+    chunk_offsets=In("N+1", i32, optional=True),
+    o=InOut("B T H V"), final_state=InOut("N H SA SB", optional=True),
+):  # fmt: skip
+    """Does again, with tf32 products, the blocks whose values fp16 could not hold; for all others it ends at once."""
+    block, head, sequence = program_id(0), program_id(1), program_id(2)
+
+    @when(out_of_range[sequence, head, block] != 0)
+    def _():
+        factors = (w, kg, qg, x, aqk, decay)
+        _, state, _ = carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence)
+        store_state(c, final_state, state, block, head, sequence)
+
+
+def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence):  # type: ignore[no-untyped-def]
+    """The loop over chunks. Returns the state before and after, and the elementwise largest |v| of all chunks."""
+    w, kg, qg, x, aqk, decay = factors
+    operand = f32 if c.wide else w.dtype
     cols = span(block * c.BV, c.BV)
     if c.varlen:
         begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[sequence + 1].to(i32)
@@ -287,29 +329,39 @@ def scan(
         s0 = initial_state[sequence, head, cols] if c.v_first else initial_state[sequence, head, :, cols].T
         s0 = s0.to(f32)
 
-    @loop(trips, init=s0, label="chunks")
-    def state(i, s):
+    def product(a, b, acc=None):  # type: ignore[no-untyped-def]
+        return dot(a, b, acc=acc, precision=c.scan_precision)
+
+    @loop(trips, init=(s0, zeros((c.C, c.BV), f32)) if c.guard else (s0,), label="chunks")
+    def carried(i, s, largest=None):
         rows = span(begin + i * c.C, c.C, end=end)
         n = first + i
         w_n, kg_n, qg_n = w[batch, n, head], kg[batch, n, head], qg[batch, n, head]
-        v_n = v[batch, rows, head, cols].to(x.dtype)
+        v_n = v[batch, rows, head, cols]
         aqk_n, x_n = aqk[batch, n, head], x[batch, n, head]
         decay_n = decay[batch, n, head]
-        sb = s.to(w.dtype)
-        r = dot(v_n.T, x_n.T, precision=c.scan_precision)
-        r = r - dot(sb, w_n.T, precision=c.scan_precision)
-        rb = r.to(w.dtype)
-        out = dot(sb, qg_n.T, precision=c.scan_precision)
-        out = dot(rb, aqk_n.T, acc=out, precision=c.scan_precision)
+        sb = s.to(operand)
+        r = product(v_n.to(operand).T, x_n.to(operand).T)
+        r = r - product(sb, w_n.to(operand).T)
+        rb = r.to(operand)
+        out = product(sb, qg_n.to(operand).T)
+        out = product(rb, aqk_n.to(operand).T, acc=out)
         o[batch, rows, head, cols] = out.to(o.dtype).T
-        return dot(rb, kg_n, acc=s * decay_n[None, :], precision=c.scan_precision)
+        s = product(rb, kg_n.to(operand), acc=s * decay_n[None, :])
+        return (s, maximum(largest, abs(v_n.to(f32)))) if c.guard else s
 
-    if final_state is not None:
-        last = state.to(final_state.dtype)
-        if c.v_first:
-            final_state[sequence, head, cols] = last
-        else:
-            final_state[sequence, head, :, cols] = last.T
+    return s0, carried[0], carried[1] if c.guard else None
+
+
+def store_state(c, final_state, state, block, head, sequence):  # type: ignore[no-untyped-def]
+    if final_state is None:
+        return
+    cols = span(block * c.BV, c.BV)
+    last = state.to(final_state.dtype)
+    if c.v_first:
+        final_state[sequence, head, cols] = last
+    else:
+        final_state[sequence, head, :, cols] = last.T
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.B))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from k3dsl.backends.triton.schedule import TritonSchedule
@@ -48,6 +49,8 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "varlen": options["varlen"],
         "tail": tail(dims["T"], knobs["chunk"]) if "T" in dims else False,
         "v_first": options["v_first"],
+        "guard": factors == f16 and not full,
+        "wide": False,
     }
 
 
@@ -122,24 +125,29 @@ def forward(
         states["initial_state"] = spec("initial_state", options["initial_state"])
     if options["final_state"] is not None:
         states["final_state"] = options["final_state"]
-    scan = traced(
-        kernels.scan,
-        d,
-        c,
-        {
-            "v": spec("v", io),
-            **stored,
-            **states,
-            **offsets,
-            **({"chunk_offsets": i32} if options["varlen"] else {}),
-            "o": io,
-        },
-    )
-    launches = (
+    reads = {
+        "v": spec("v", io),
+        **stored,
+        **states,
+        **offsets,
+        **({"chunk_offsets": i32} if options["varlen"] else {}),
+        "o": io,
+    }
+    scan = traced(kernels.scan, d, c, {**reads, **({"out_of_range": i32} if c["guard"] else {})})
+    launches = [
         Launch("prep", prep, backend, schedule("prep", backend, schedules, {"num_warps": prep_warps(c)})),
-        Launch("scan", scan, backend, schedule("scan", backend, schedules, scan_schedule(c, d))),
-    )
-    return Plan("kda.forward", d, buffers_of([prep, scan], scratch=FACTORS), launches, knobs, options)
+        Launch("scan", scan, backend, schedule("scan", backend, schedules, scan_schedule(c))),
+    ]
+    if c["guard"]:
+        wide = {**c, "wide": True, "guard": False, "scan_precision": "tf32"}
+        rescan = traced(kernels.rescan, d, wide, reads)
+        once = {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": 1}}
+        launches.append(Launch("rescan", rescan, backend, schedule("rescan", backend, schedules, once)))
+    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, "out_of_range"))
+    for name in ("o", "final_state"):
+        if name in buffers:
+            buffers[name] = replace(buffers[name], role="out")
+    return Plan("kda.forward", d, buffers, tuple(launches), knobs, options)
 
 
 def prep_warps(c: Settings) -> int:
@@ -148,7 +156,7 @@ def prep_warps(c: Settings) -> int:
     return 2 if c["C"] == 16 else 4
 
 
-def scan_schedule(c: Settings, d: Settings) -> dict[str, Any]:
+def scan_schedule(c: Settings) -> dict[str, Any]:
     stages = 3 if c["scan_precision"] in ("bf16", "fp16") and c["C"] <= 32 else 2
     return {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": stages}}
 

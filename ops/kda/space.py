@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
-from k3dsl.ops.kda import kernels, plans
+from k3dsl.ops.kda import judge, kernels, plans
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 
 _HEADS = (
@@ -97,10 +97,29 @@ FORWARD = Op(
         Option("cu_dtype", (None, i32, i64), i32, "of cu_seqlens"),
     ),
     plan=plans.forward,
-    launches=("prep", "scan"),
+    launches=("prep", "scan", "rescan"),
+    inputs=judge.forward_inputs,
+    cases=judge.forward_cases,
+    call=judge.forward_call,
+    reference=judge.forward_reference,
+    peers=judge.forward_peers,
+    limits=judge.forward_limits,
     constraints=forward_constraints,
     heuristic=forward_rule,
+    prepare_dims=forward_dims,
+    cpu_dims={"T": 1024, "H": 4},
 )
+
+
+def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's dims from the op's: HK follows from H where it is 0."""
+    return {**given, "HK": given["HK"] or given["H"]}
+
+
+def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Why a point of the space is refused."""
+    block = knobs["block_v"]
+    return [f"block_v {block} does not divide V = {dims['V']}"] if dims["V"] % block else []
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
@@ -124,5 +143,16 @@ DECODE = Op(
     ),
     plan=plans.decode,
     launches=("decode",),
+    inputs=judge.decode_inputs,
+    cases=judge.decode_cases,
+    call=judge.decode_call,
+    reference=judge.decode_reference,
+    mutates=("state",),
+    peers=judge.decode_peers,
+    limits=judge.decode_limits,
+    constraints=decode_constraints,
+    traffic_bytes=judge.decode_traffic,
     heuristic=decode_rule,
+    prepare_dims=decode_dims,
+    cpu_dims={"B": 4, "H": 8},
 )

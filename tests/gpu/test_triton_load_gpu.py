@@ -12,9 +12,9 @@ from k3dsl.targets import detect
 
 pytest.importorskip("triton")
 
+from k3dsl.backends.driver import DriverKernel
 from k3dsl.backends.triton.build import build, import_function, write_module
 from k3dsl.backends.triton.load import TritonLauncher, load
-from k3dsl.backends.driver import DriverKernel
 
 pytestmark = pytest.mark.gpu
 

@@ -18,11 +18,11 @@ from k3dsl.targets import get_target
 
 pytest.importorskip("triton")
 
+from k3dsl.backends import driver
+from k3dsl.backends.driver import DriverKernel
 from k3dsl.backends.triton import inspect
 from k3dsl.backends.triton.build import build, compiled_kernel
 from k3dsl.backends.triton.load import TritonLauncher, load
-from k3dsl.backends import driver
-from k3dsl.backends.driver import DriverKernel
 
 HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
 

@@ -29,7 +29,8 @@ class _Combine:
         for v, x in zip(region.region.args, [*left, *right], strict=True):
             inner[v] = x.reshape(-1)
         outs = self.machine.run(region, inner, self.batch.repeated(shape[0], shape[2]))
-        return [x.expand(shape.numel()).view(shape) for x in outs]
+        # integer results come as host scalars
+        return [x.to(like.device).expand(shape.numel()).view(shape) for x, like in zip(outs, left, strict=True)]
 
     @staticmethod
     def _spread(x: Tensor, shape: torch.Size) -> Tensor:

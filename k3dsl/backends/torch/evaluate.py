@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ import torch
 from k3dsl.backends.torch.batch import Batch
 from k3dsl.backends.torch.binding import bind
 from k3dsl.backends.torch.dtypes import Numerics
-from k3dsl.backends.torch.machine import Machine
+from k3dsl.backends.torch.machine import Constants, Machine
 from k3dsl.backends.torch.memory import Memory
 from k3dsl.backends.torch.plan import bytes_per_program, plan
 from k3dsl.errors import EvaluationError
@@ -36,7 +35,7 @@ class Evaluator:
         self.numerics = Numerics(compute_dtype)
         self.check = check
         self.body = plan(kernel.body)
-        self._constants: dict[Any, torch.Tensor] = {}
+        self._constants: Constants = {}
         float_bytes = compute_dtype.itemsize if compute_dtype is not None else None
         self.programs_per_slab = max(1, slab_bytes // bytes_per_program(self.body, float_bytes))
 

@@ -26,19 +26,20 @@ from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Op, Value
 
 Env = dict[Value, Tensor]
+Constants = dict[tuple[int, torch.device], Tensor]
 _CPU = torch.device("cpu")
 
 
 class Machine:
     """One launch of one kernel."""
 
-    def __init__(self, binding: Binding, numerics: Numerics, memory: Memory, constants: dict[Any, Tensor]) -> None:
+    def __init__(self, binding: Binding, numerics: Numerics, memory: Memory, constants: Constants) -> None:
         self.binding = binding
         self.numerics = numerics
         self.memory = memory
         self.device = binding.device
-        self._dims_key = tuple(binding.dims.items())
-        self._constants = constants  # of earlier launches too, by op and what else they depend on
+        self._constants = constants  # by op and device; shared with other launches of this kernel
+        self._of_dims: Constants = {}
         self._special = {
             "program_id": self._program_id,
             "const": self._constant,
@@ -101,10 +102,11 @@ class Machine:
 
     def _constant(self, step: Step, env: Env, batch: Batch) -> None:
         op = step.op
-        key = (id(op), self.device, self._dims_key if op.opcode == "dim" else None)
-        x = self._constants.get(key)
+        cache = self._of_dims if op.opcode == "dim" else self._constants
+        key = (id(op), self.device)
+        x = cache.get(key)
         if x is None:
-            x = self._constants[key] = self._at_home(self._evaluate_constant(op), op.result)
+            x = cache[key] = self._at_home(self._evaluate_constant(op), op.result)
         env[op.result] = x
 
     def _evaluate_constant(self, op: Op) -> Tensor:

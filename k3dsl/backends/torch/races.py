@@ -19,7 +19,8 @@ from k3dsl.ir.graph import MEMORY_OPS, Op, walk
 NOBODY = -1
 MANY = 2**31 - 1  # several programs; only reads and atomic additions may have this
 
-_DID = {"store": "writes", "load": "reads", "atomic_add": "adds to"}
+_DOES = {"store": "writes", "load": "reads", "atomic_add": "adds to"}
+_DO = {"store": "write", "load": "read", "atomic_add": "add to"}
 # What an access of each kind may not meet from another program.
 _CONFLICTS = {
     "store": ("store", "load", "atomic_add"),
@@ -106,20 +107,21 @@ class Races:
         offset = int(where.elements(tensor.flat)[first])
         element = f"{tensor.name}[{', '.join(map(str, tensor.position(offset)))}]"
         me, it = int(tags.expand(bad.shape)[first]), int(other.expand(bad.shape)[first])
-        message, fix = _message(op.opcode, kind, element, self._name(me), self._name(it), me == it)
+        verb = (_DO if it == MANY else _DOES)[kind]
+        message, fix = _message(op.opcode, kind, verb, element, self._name(me), self._name(it))
         raise EvaluationError(message, where=op.loc, fix=fix)
 
     def _name(self, program: int) -> str:
         return "several programs" if program == MANY else f"program {program_name(program, self.binding.grid)}"
 
 
-def _message(opcode: str, kind: str, element: str, me: str, it: str, same: bool) -> tuple[str, str]:
-    if same:
+def _message(opcode: str, kind: str, verb: str, element: str, me: str, it: str) -> tuple[str, str]:
+    if me == it:
         return f"one store of {me} writes {element} twice", "make the index tile's values distinct, or mask the repeats"
     if opcode == kind == "store":
         return f"{me} and {it} both write {element}", "give each element one writer, or use atomic_add"
     return (
-        f"{me} {_DID[opcode]} {element}, which {it} {_DID[kind]} in the same launch; programs run in no fixed order",
+        f"{me} {_DOES[opcode]} {element}, which {it} {verb} in the same launch; programs run in no fixed order",
         "split the launch in two, or write to another tensor",
     )
 

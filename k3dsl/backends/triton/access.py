@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from k3dsl.ir.graph import Index, Kernel, Op, TensorParam
-from k3dsl.ir.symbols import INT32_MAX, Expr
+from k3dsl.ir.symbols import INT32_MAX, Expr, Sym
 from k3dsl.passes.affine import affine, span_in_bounds
+
+
+MAX_GRID_YZ = 65535
 
 
 def pow2(n: int) -> int:
@@ -111,30 +114,40 @@ class AccessPrinter:
             step *= self.shape[a]
         return " + ".join(reversed(parts))
 
-    def scalar_offsets(self) -> list[str]:
-        """Terms of the offset that are one number a program, in 64 bits where they may exceed 32."""
-        terms: list[str] = []
+    def scalar_offset(self) -> str | None:
+        """The part of the offset that is one number a program, in Horner's form over the strides.
+
+        (chunk * H + head) * 4096 keeps its inner part in 32 bits where that provably suffices, and multiplies in 64 once.
+        """
+        terms: list[tuple[str, Expr, Expr]] = []
         for axis, stride in zip(self.axes, self.tensor.stride_exprs(), strict=True):
             index = axis.index
             if index.kind not in ("scalar", "span") or index.start is None:
                 continue
-            value = self.op.operands[index.start]
-            position = affine(value, self.kernel)
-            if position.constant == 0:
-                continue
-            terms.append(self._product(self.text(index.start), position, stride))
-        return terms
-
-    def _product(self, text: str, position: Expr, stride: Expr) -> str:
-        known = position.constant
-        if known is not None:
-            return dim_text(stride * known, wide=_exceeds(stride * known))
-        if stride.constant == 1:
-            return text
-        total = (position * stride).upper()
-        if total is None or total > INT32_MAX:
-            return f"{_atom(text)}.to(tl.int64) * {_factor(stride, wide=_exceeds(stride))}"
-        return f"{_atom(text)} * {_factor(stride)}"
+            position = affine(self.op.operands[index.start], self.kernel)
+            if position.constant != 0:
+                terms.append((self.text(index.start), position, stride))
+        parts: list[str] = []
+        text, value, unit, wide = "", Expr.of(0), Expr.of(1), False
+        for number, (name, position, stride) in enumerate(terms):
+            known = position.constant
+            piece = str(known) if known is not None else _atom(name)
+            ratio = _quotient(unit, stride) if number else None
+            if ratio is None:
+                if number:
+                    parts.append(_scaled(text, value, unit, wide))
+                text, value, wide = piece, position, _exceeds(position)
+            else:
+                left = _atom(text)
+                if not wide and _exceeds(value * ratio + position):
+                    wide, left = True, f"{left}.to(tl.int64)"
+                value = value * ratio + position
+                text = f"{left} * {_factor(ratio, wide)} + {piece}" if ratio.constant != 1 else f"{left} + {piece}"
+            unit = stride
+        if not terms:
+            return None
+        parts.append(_scaled(text, value, unit, wide))
+        return " + ".join(parts)
 
     def tile_offsets(self) -> list[str]:
         """Terms of the offset that differ within the tile: 32 bits where they provably fit."""
@@ -197,11 +210,11 @@ class AccessPrinter:
 
     def pointer(self) -> str:
         base = self.tensor.name
-        scalars, tiles = self.scalar_offsets(), self.tile_offsets()
+        scalar, tiles = self.scalar_offset(), self.tile_offsets()
         if tiles and not any(axis.index.kind == "tile" for axis in self.axes):
             tiles = [self.share(" + ".join(tiles), f"{self.tensor.name}_offsets")]
-        if scalars:
-            base = f"{base} + ({' + '.join(scalars)})" if len(scalars) > 1 else f"{base} + {scalars[0]}"
+        if scalar is not None:
+            base = f"{base} + {_group(scalar)}"
         if tiles:
             joined = " + ".join(tiles)
             base = f"{base} + ({joined})" if len(tiles) > 1 else f"{base} + {_group(joined)}"
@@ -251,8 +264,41 @@ class AccessPrinter:
 
 
 def _exceeds(expr: Expr) -> bool:
-    upper = expr.upper()
+    """True when the value may not fit 32 bits. A grid's second and third axis have at most 65535 programs."""
+    limits = {
+        name: Expr.of(Sym(name, s.divisible_by, s.min, min(s.max, MAX_GRID_YZ - 1)))
+        for name, s in expr.symbols().items()
+        if name in ("@pid1", "@pid2")
+    }
+    upper = expr.substitute(limits).upper()
     return upper is None or upper > INT32_MAX
+
+
+def _quotient(a: Expr, b: Expr) -> Expr | None:
+    """a / b where both are one term and b divides a, else None."""
+    if len(a.terms) != 1 or len(b.terms) != 1:
+        return None
+    (m, c), (n, e) = next(iter(a.terms.items())), next(iter(b.terms.items()))
+    rest = list(m)
+    for atom in n:
+        if atom not in rest:
+            return None
+        rest.remove(atom)
+    ratio = c / e
+    return Expr({tuple(rest): ratio}) if ratio.denominator == 1 else None
+
+
+def _scaled(text: str, value: Expr, stride: Expr, wide: bool) -> str:
+    """text * stride, in 64 bits where the product may not fit 32."""
+    if value.constant is not None:
+        return dim_text(stride * value, wide=_exceeds(stride * value))
+    if stride.constant == 1:
+        return text
+    if wide:
+        return f"{_atom(text)} * {_factor(stride, wide=_exceeds(stride))}"
+    if _exceeds(value * stride):
+        return f"{_atom(text)}.to(tl.int64) * {_factor(stride, wide=_exceeds(stride))}"
+    return f"{_atom(text)} * {_factor(stride)}"
 
 
 def _factor(stride: Expr, wide: bool = False) -> str:

@@ -50,7 +50,7 @@ _CALLS = {
     "sqrt": "tl.sqrt_rn({})",
     "rsqrt": "tl.rsqrt({})",
     "tanh": "_tanh({})",
-    "sigmoid": "tl.sigmoid({})",
+    "sigmoid": "1.0 / (1.0 + tl.exp2({} * -1.4426950408889634))",
     "softplus": "_softplus({})",
     "reciprocal": "1.0 / {}",
     "sin": "tl.sin({})",

@@ -7,7 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from k3dsl.backends.base import Inspection
+from k3dsl.backends.base import Artifact, Inspection
+from k3dsl.errors import BuildError
 
 # Matrix instruction families, as the assembly of NVIDIA (PTX) and of AMD spells them.
 _FAMILIES = {
@@ -102,6 +103,24 @@ def _cubin_resources(cubin: bytes, cuobjdump: str | None) -> tuple[int | None, i
             return None, None
     match = _RESOURCES.search(done.stdout)
     return (int(match.group(2)), int(match.group(3))) if match else (None, None)
+
+
+def disassemble(artifact: Artifact) -> str:
+    """The SASS of an NVIDIA artifact. Raises BuildError where Triton's copy of nvdisasm is missing or fails."""
+    from triton import knobs
+
+    try:
+        tool = knobs.nvidia.nvdisasm.path
+    except RuntimeError as error:
+        raise BuildError(f"{artifact.source.name}: cannot be disassembled: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="k3dsl-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(artifact.binary)
+        try:
+            done = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise BuildError(f"{artifact.source.name}: {tool} failed: {error}") from error
+    return done.stdout
 
 
 def inspect_hsaco(amdgcn: str, *, shared_bytes: int, warps: int) -> Inspection:

@@ -313,7 +313,15 @@ class Printer:
         elif shape == ():
             self.bind(op, f"tl.sum(tl.reshape({self.text(v)}, [{v.type.size}]), 0)", atomic=True)
         else:
-            self.bind(op, f"tl.reshape({self.text(v)}, {padded})", atomic=True, zero=zero)
+            self.bind(op, self._reshaped(v, shape), atomic=True, zero=zero)
+
+    def _reshaped(self, v: Value, shape: tuple[int, ...]) -> str:
+        """Axes of extent 1 are inserted by indexing: a reshape to them would cost a layout of its own."""
+        dense = [pow2(n) for n in shape if n != 1]
+        if len(dense) == len(shape) or not dense:
+            return f"tl.reshape({self.text(v)}, {[pow2(n) for n in shape]})"
+        keys = ", ".join("None" if n == 1 else ":" for n in shape)
+        return f"tl.reshape({self.text(v)}, {dense})[{keys}]"
 
     def op_permute(self, op: Op) -> None:
         v, axes = op.operands[0], op.attrs["axes"]

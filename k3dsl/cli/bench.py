@@ -1,0 +1,84 @@
+"""`k3dsl bench`: an op's time, against its peers and against what its memory traffic costs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from k3dsl.cli.common import (
+    BackendName,
+    Dims,
+    Json,
+    OpName,
+    OutputFile,
+    Seed,
+    Settings,
+    device_for,
+    parse_dims,
+    parse_settings,
+)
+from k3dsl.cli.output import megabytes, milliseconds, print_json, print_table, write_json
+
+NAME = "bench"
+
+
+def bench_command(
+    op: OpName,
+    dims: Dims = None,
+    settings: Settings = None,
+    backend: BackendName = None,
+    peers: Annotated[bool, typer.Option(help="Also time other libraries' functions, where they can be imported.")] = True,
+    rep_ms: Annotated[int, typer.Option("--rep-ms", min=1, help="Milliseconds to repeat each measurement for.")] = 200,
+    seed: Seed = 0,
+    output: OutputFile = None,
+    as_json: Json = False,
+) -> None:
+    """Time an op: median of many calls, its peers in the same process, and on a GPU each kernel against its floor."""
+    from k3dsl.ops.registry import get_op
+    from k3dsl.runtime.timing import bench
+
+    chosen = get_op(op)
+    knobs, options, schedules = chosen.split_settings(parse_settings(settings))
+    chosen.resolve_knobs(knobs)
+    given = parse_dims(dims)
+    chosen.resolve_dims(given)
+    device = device_for(backend)
+    result = bench(
+        chosen,
+        dims=given,
+        options=chosen.resolve_options(options),
+        knobs=knobs,
+        schedules=schedules,
+        device=device,
+        seed=seed,
+        with_peers=peers,
+        rep_ms=rep_ms,
+    )
+    if output is not None:
+        write_json(output, result.to_json())
+    if as_json:
+        print_json(result.to_json())
+        return
+    at = " ".join(f"{name}={value}" for name, value in result.dims.items())
+    rows = [[f"k3dsl {chosen.name}", milliseconds(result.timing.median_ms), "1", None]]
+    for peer in result.peers:
+        if peer.timing is None:
+            rows.append([peer.name, None, None, f"cannot run: {peer.problem}"])
+            continue
+        ratio = result.ratio(peer)
+        differs = ", ".join(f"{name} {value:.1e}" for name, value in peer.difference.items())
+        rows.append([peer.name, milliseconds(peer.timing.median_ms), f"{ratio:.3f}", f"differs from ours by: {differs}"])
+    print_table(f"{at} on {result.device}", ("function", ">median", ">k3dsl / this", "note"), rows)
+    if chosen.peers is not None and peers and not result.peers:
+        print("no peer can be imported here (pip install flash-linear-attention, on a GPU machine)")
+    if result.launches:
+        columns = ("kernel", ">median", ">must move", ">floor", ">floor / median")
+        rows = [
+            [t.label, milliseconds(t.timing.median_ms), megabytes(t.bytes), milliseconds(t.floor_ms), f"{t.share:.0%}"]
+            for t in result.launches
+        ]
+        print_table(f"each kernel alone; floor at {result.copy_gbps:.0f} GB/s, measured by copying", columns, rows)
+    print(f"timer: {result.timing.timer}")
+    if device.type == "cpu":
+        print("this is the torch backend, which evaluates the IR on the CPU: its time says nothing about a GPU")

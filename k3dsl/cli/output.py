@@ -1,0 +1,82 @@
+"""What commands print: the one table printer, JSON, and numbers as people read them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from k3dsl.errors import ArgumentError
+
+WIDTH = 160  # of a pipe or a file, which has no width of its own
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table on stdout. A column named with a leading '>' is aligned to the right; None shows as '-'."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, title_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+def print_json(data: Any) -> None:
+    """JSON, alone on stdout."""
+    print(json.dumps(data, indent=2, default=str))
+
+
+def write_json(path: Path, data: Any) -> None:
+    """JSON to a file. Raises ArgumentError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from None
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits that count: 2.61 ms, 0.0123 ms."""
+    return "-" if value is None else f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
+
+
+def megabytes(value: int) -> str:
+    """1 MB is 10^6 bytes."""
+    return f"{value / 1e6:.4g} MB"
+
+
+def families(instructions: dict[str, int]) -> str:
+    """Matrix instruction families with their counts: wgmma 22, mma.sync 80."""
+    return ", ".join(f"{name} {count}" for name, count in instructions.items()) or "none"
+
+
+def resource_rows(launches: Iterable[dict[str, Any]]) -> list[list[Any]]:
+    """Rows of RESOURCE_COLUMNS from a bundle's summary."""
+    return [
+        [
+            launch["label"],
+            launch["shared_bytes"],
+            launch["registers"],
+            launch["spill_bytes"],
+            launch["warps"],
+            families(launch["instructions"]),
+        ]
+        for launch in launches
+    ]
+
+
+RESOURCE_COLUMNS = (
+    "kernel",
+    ">shared memory (bytes)",
+    ">registers",
+    ">spilled (bytes)",
+    ">warps",
+    "matrix instructions",
+)

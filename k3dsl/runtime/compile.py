@@ -1,0 +1,171 @@
+"""k3dsl.compile: one kernel for one target, ready to call on tensors or to inspect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from k3dsl.backends.base import Artifact, Source
+from k3dsl.backends.torch import dtypes as torch_dtypes
+from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.errors import ArgumentError
+from k3dsl.frontend import Kernel, TensorSpec
+from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.symbols import Expr, Sym
+from k3dsl.ir.types import DTYPES, DType
+from k3dsl.ir.verifier import verify
+from k3dsl.passes.simplify import simplify
+from k3dsl.runtime import executable
+from k3dsl.runtime.dispatch import current_target
+from k3dsl.runtime.executable import BoundLaunch
+from k3dsl.runtime.plan import Launch
+from k3dsl.targets import Target, get_target
+
+
+class CompiledKernel:
+    """A kernel compiled for one target. Call it with tensors by parameter name; runtime dims are read off their shapes.
+
+    Attributes: ir, the simplified IR; source, the generated text (None for the torch backend); artifact, the machine code
+    (built on first use).
+    """
+
+    def __init__(self, launch: Launch, target: Target | None) -> None:
+        self.launch = launch
+        self.target = target
+        self.ir: IRKernel = launch.kernel
+        self._bound: dict[int, BoundLaunch] = {}
+        self._dims = self._where_dims_are()
+        self._names = [t.name for t in self.ir.tensors]
+        self._scalars = [s.name for s in self.ir.scalars]
+        self._facts = [(s.name, s.divisible_by, s.min, s.max) for s in self.ir.dims]
+        self._expected = [(t.name, torch_dtypes.to_torch(t.dtype), t.rank, t.strides is None) for t in self.ir.tensors]
+
+    def _where_dims_are(self) -> list[tuple[str, str, int, bool]]:
+        """(dim, tensor, axis, is a stride) for every runtime dim that stands alone in a shape or a stride."""
+        found: dict[str, tuple[str, str, int, bool]] = {}
+        for t in self.ir.tensors:
+            for exprs, stride in ((t.shape, False), (t.strides or (), True)):
+                for axis, e in enumerate(exprs):
+                    for s in self.ir.dims:
+                        if e == Expr.of(s):
+                            found.setdefault(s.name, (s.name, t.name, axis, stride))
+        return list(found.values())
+
+    @property
+    def source(self) -> Source | None:
+        return None if self.target is None else executable.lower(self.launch, self.target)
+
+    @property
+    def artifact(self) -> Artifact | None:
+        return None if self.target is None else executable.build(self.launch, self.target)
+
+    def __call__(self, **given: Any) -> None:
+        """Launches on the current stream. Tensors, scalars, and those runtime dims that no shape tells, by name."""
+        dims: dict[str, int] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, dtype, rank, contiguous in self._expected:
+            t = given.pop(name, None)
+            if t is None or t.dtype != dtype or t.dim() != rank or (contiguous and not t.is_contiguous()):
+                raise self._refused(name, t, dtype, rank)
+            tensors[name] = t
+        for dim, name, axis, stride in self._dims:
+            dims[dim] = tensors[name].stride(axis) if stride else tensors[name].shape[axis]
+        scalars = {name: given.pop(name) for name in self._scalars if name in given}
+        for name, divisor, low, high in self._facts:
+            value = given.pop(name, dims.get(name))
+            if value is None or value % divisor or not low <= value <= high:
+                raise self._broken_fact(name, value, divisor, low, high)
+            dims[name] = value
+        if given or len(scalars) != len(self._scalars):
+            missing = [n for n in self._scalars if n not in scalars]
+            what = f"does not take {', '.join(given)}" if given else f"needs {', '.join(missing)}"
+            raise ArgumentError(f"kernel {self.ir.name} {what}", fix=f"it takes {', '.join([*self._names, *self._scalars])}")
+        device = next(iter(tensors.values())).device
+        bound = self._bound.get(device.index or 0)
+        if bound is None:
+            self._check_shapes(tensors, dims)
+            bound = self._bound[device.index or 0] = BoundLaunch(self.launch, self.target, device)
+        bound.run_with(tensors, dims, scalars)
+
+    def _refused(self, name: str, t: torch.Tensor | None, dtype: torch.dtype, rank: int) -> ArgumentError:
+        kernel = self.ir.name
+        if t is None:
+            return ArgumentError(f"kernel {kernel}: tensor {name!r} is missing", fix=f"pass {name}=...")
+        if t.dtype != dtype:
+            return ArgumentError(f"kernel {kernel}: {name} is {t.dtype}, compiled for {dtype}", fix=f"{name}.to({dtype})")
+        if t.dim() != rank:
+            return ArgumentError(f"kernel {kernel}: {name} has {t.dim()} axes, compiled for {rank}", fix="reshape it")
+        return ArgumentError(
+            f"kernel {kernel}: {name} has strides {t.stride()}, compiled for a contiguous tensor",
+            fix=f"pass {name}.contiguous(), or compile with a TensorSpec that has strides",
+        )
+
+    def _broken_fact(self, name: str, value: int | None, divisor: int, low: int, high: int) -> ArgumentError:
+        if value is None:
+            return ArgumentError(f"kernel {self.ir.name}: runtime dim {name} is not given", fix=f"pass {name}=...")
+        return ArgumentError(
+            f"kernel {self.ir.name}: {name} = {value} breaks a fact it was compiled with",
+            fix=f"{name} must be a multiple of {divisor} from {low} to {high}; compile for other facts",
+        )
+
+    def _check_shapes(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
+        for t in self.ir.tensors:
+            want = tuple(e.evaluate(dims) for e in t.shape)
+            if tuple(tensors[t.name].shape) != want:
+                raise ArgumentError(
+                    f"kernel {self.ir.name}: {t.name} has shape {list(tensors[t.name].shape)}, needs {list(want)}",
+                    fix=f"declared as [{', '.join(map(str, t.shape))}]",
+                )
+
+
+def compile(
+    kernel: Kernel,
+    *,
+    dims: Mapping[str, int | Sym],
+    knobs: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, DType | TensorSpec | torch.dtype | str | None] | None = None,
+    target: str | Target | None = None,
+    schedule: TritonSchedule | Mapping[str, Any] | None = None,
+) -> CompiledKernel:
+    """Compiles a kernel of the language.
+
+    Args:
+        dims: each an int (compiled in) or a `Sym` (read off the tensors at each call).
+        knobs: the plain values that the kernel's second argument holds.
+        tensors: dtype of each tensor whose declaration leaves it open (k3dsl or torch dtype, or name).
+        target: 'sm_90a' and the like; 'cpu' for the torch backend; None for what this machine has.
+        schedule: num_warps, stages by loop label and so on; see TritonSchedule.
+
+    Raises:
+        TraceError, VerifyError, LegalityError, ResourceError, BuildError: each with the user's file and line.
+    """
+    specs = {name: _spec(name, value) for name, value in (tensors or {}).items()}
+    ir = kernel.trace(dims, knobs, specs)
+    verify(ir)
+    ir = simplify(ir)
+    if target is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        where = current_target(device)
+    elif isinstance(target, str):
+        where = None if target == "cpu" else get_target(target)
+    else:
+        where = target
+    if where is None:
+        return CompiledKernel(Launch(ir.name, ir, "torch", None), None)
+    if not isinstance(schedule, TritonSchedule):
+        schedule = TritonSchedule.from_json(schedule or {})
+    compiled = CompiledKernel(Launch(ir.name, ir, "triton", schedule), where)
+    executable.lower(compiled.launch, where)
+    return compiled
+
+
+def _spec(name: str, value: object) -> DType | TensorSpec | None:
+    if value is None or isinstance(value, (DType, TensorSpec)):
+        return value
+    if isinstance(value, torch.dtype):
+        return torch_dtypes.from_torch(value)
+    if isinstance(value, str) and value in DTYPES:
+        return DTYPES[value]
+    raise ArgumentError(f"tensors[{name!r}]: {value!r} is no dtype", fix=f"one of {', '.join(DTYPES)}")

@@ -1,0 +1,189 @@
+"""Whether an op is right: its cases against the fp64 reference, outputs poisoned first, repeats compared bit for bit."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from k3dsl.errors import ArgumentError, K3Error
+from k3dsl.runtime.metrics import relative_rms
+from k3dsl.runtime.op import Case, Op, forced
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one case went.
+
+    errors: relative RMS error by output. problem: why it failed, None when it passed. repeats: calls that were compared.
+    seconds: of a call, the mean over the repeats with compiling included.
+    """
+
+    case: str
+    family: str
+    errors: Mapping[str, float]
+    limits: Mapping[str, float]
+    repeats: int
+    seconds: float
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "family": self.family,
+            "errors": dict(self.errors),
+            "limits": dict(self.limits),
+            "repeats": self.repeats,
+            "seconds": round(self.seconds, 4),
+            "passed": self.passed,
+            "problem": self.problem,
+        }
+
+
+@dataclass
+class FamilyResult:
+    """The cases of one family: how many, how many failed, and for each output its error closest to (or past) the limit."""
+
+    family: str
+    cases: int = 0
+    failed: int = 0
+    worst: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, verdict: Verdict) -> None:
+        self.cases += 1
+        self.failed += not verdict.passed
+        for name, error in verdict.errors.items():
+            limit = verdict.limits[name]
+            known = self.worst.get(name)
+            if known is None or error / limit > known[0] / known[1]:
+                self.worst[name] = (error, limit)
+
+
+def by_family(verdicts: Iterable[Verdict]) -> list[FamilyResult]:
+    """One result a family, in order of appearance."""
+    found: dict[str, FamilyResult] = {}
+    for verdict in verdicts:
+        found.setdefault(verdict.family, FamilyResult(verdict.family)).add(verdict)
+    return list(found.values())
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """While active, torch.empty fills what it returns (NaN, the largest integer): an output that nobody wrote shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fill
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def cases_of(
+    op: Op, size: str = "small", dims: Mapping[str, int] | None = None, options: Mapping[str, Any] | None = None
+) -> list[Case]:
+    """The op's own cases of that size; with dims or options one case, drawn for them.
+
+    Raises ArgumentError for an op that says nothing about its inputs.
+    """
+    if not dims and not options and op.cases is not None:
+        return op.cases(size)
+    if op.inputs is None or op.limits is None:
+        raise ArgumentError(f"{op.name} has no inputs to be judged on")
+    inputs = op.inputs
+    chosen = op.resolve_options(options or {})
+    known = op.resolve_dims({**op.cpu_dims, **(dims or {})})
+
+    def make(device: torch.device | str, seed: int) -> dict[str, Any]:
+        return inputs(known, chosen, device, seed)
+
+    name = ",".join(f"{n}={v}" for n, v in {**(dims or {}), **(options or {})}.items()) or "default"
+    return [Case(name, "given", make, op.limits(chosen))]
+
+
+def judge(
+    op: Op,
+    cases: Iterable[Case],
+    *,
+    device: torch.device | str = "cpu",
+    knobs: Mapping[str, Any] | None = None,
+    schedules: Mapping[str, Mapping[str, Any]] | None = None,
+    repeats: int = 2,
+    seed: int = 0,
+) -> Iterator[Verdict]:
+    """Judges each case in turn: on the CPU with the torch backend, on a GPU with the generated one.
+
+    knobs, schedules: in place of the op's own choice. repeats: calls whose outputs must agree in every bit.
+
+    Raises ArgumentError for an op without a reference; what goes wrong in a case is in its verdict.
+    """
+    if op.call is None or op.reference is None:
+        raise ArgumentError(f"{op.name} has no reference to be judged against")
+    with forced(op, knobs or {}, schedules or {}):
+        for case in cases:
+            yield _judge_case(op, case, torch.device(device), max(1, repeats), seed)
+
+
+def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: int) -> Verdict:
+    assert op.call is not None
+    assert op.reference is not None
+    errors: dict[str, float] = {}
+    problems: list[str] = []
+    start = time.perf_counter()
+    try:
+        inputs = case.make(device, seed)
+        start = time.perf_counter()
+        outputs: list[dict[str, torch.Tensor | None]] = []
+        for _ in range(repeats):
+            with poisoned():
+                outputs.append(op.call(**op.fresh(inputs)))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - start) / repeats
+        expected = op.reference(**inputs)
+        for name, limit in case.limits.items():
+            got = outputs[0].get(name)
+            if expected.get(name) is None or got is None:
+                continue
+            errors[name] = relative_rms(got, expected[name])
+            if not errors[name] <= limit:
+                broken = int((~got.isfinite()).sum())
+                lost = f" ({broken} of {got.numel()} elements are not finite)" if broken else ""
+                problems.append(f"{name}: error {errors[name]:.2e} is above {limit:.1e}{lost}")
+        for n, again in enumerate(outputs[1:], 2):
+            if differing := _different(outputs[0], again):
+                problems.append(f"{differing} of call {n} is not bitwise the first call's")
+    except Exception as error:  # one broken case must not hide the rest
+        kind = "" if isinstance(error, K3Error) else f"{type(error).__name__}: "
+        problems.append(f"{kind}{error}".splitlines()[0])
+        seconds = time.perf_counter() - start
+    return Verdict(case.name, case.family, errors, case.limits, repeats, seconds, "; ".join(problems) or None)
+
+
+def _different(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | None]) -> str | None:
+    """The name of an output that is not the same in every bit."""
+    for name, x in a.items():
+        y = b[name]
+        if x is None or y is None:
+            continue
+        if x.shape != y.shape or not torch.equal(_bits(x), _bits(y)):
+            return name
+    return None
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().view(torch.uint8)

@@ -1,0 +1,210 @@
+"""How long an op takes: the one timer, an op against its peers in one process, and each launch against its floor."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from k3dsl.errors import ArgumentError
+from k3dsl.runtime.executable import Call, recording
+from k3dsl.runtime.metrics import relative_rms
+from k3dsl.runtime.op import Op, forced
+from k3dsl.runtime.plan import Plan
+
+COPY_BYTES = 1 << 30
+GPU_TIMER = "triton.testing.do_bench (GPU events, L2 cleared before each call)"
+CPU_TIMER = "time.perf_counter (CPU wall clock)"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, and the 20th and 80th percentile. timer: how they were measured."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    timer: str
+
+
+def measure(
+    call: Callable[[], Any], device: torch.device | str, *, warmup_ms: int = 50, rep_ms: int = 200
+) -> Timing:
+    """Times a call that is compiled already. On the CPU: at least 3 calls, and as many as fit into rep_ms."""
+    if torch.device(device).type == "cuda":
+        from triton.testing import do_bench
+
+        with torch.cuda.device(torch.device(device)):
+            median, low, high = do_bench(call, warmup=warmup_ms, rep=rep_ms, quantiles=[0.5, 0.2, 0.8])
+        return Timing(median, low, high, GPU_TIMER)
+    call()
+    samples: list[float] = []
+    while len(samples) < 3 or sum(samples) < rep_ms:
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1e3)
+    samples.sort()
+    return Timing(statistics.median(samples), samples[len(samples) // 5], samples[-1 - len(samples) // 5], CPU_TIMER)
+
+
+def copy_gbps(device: torch.device | str) -> float:
+    """What this GPU's memory does in a large device copy: bytes read plus bytes written, in 10^9 bytes/s."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / measure(lambda: target.copy_(source), device).median_ms / 1e6
+
+
+def plan_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that each launch moves if it reads and writes each of its tensors once; one updated in place counts twice."""
+    moved: dict[str, int] = {}
+    for launch in plan.launches:
+        moved[launch.label] = 0
+        for t in launch.kernel.tensors:
+            size = t.dtype.bytes
+            for extent in t.shape:
+                size *= extent.evaluate(dims)
+            moved[launch.label] += size * (2 if t.role == "inout" else 1)
+    return moved
+
+
+@dataclass(frozen=True)
+class LaunchTime:
+    """One launch of an op alone: its time, the bytes it must move, and the time that those bytes take."""
+
+    label: str
+    timing: Timing
+    bytes: int
+    floor_ms: float
+
+    @property
+    def share(self) -> float:
+        """Floor over time: 1 is as fast as the memory allows."""
+        return self.floor_ms / self.timing.median_ms
+
+
+@dataclass(frozen=True)
+class PeerTime:
+    """Another library's function on the same inputs. problem: why it could not run. difference: relative RMS between its
+    outputs and ours, by name."""
+
+    name: str
+    timing: Timing | None
+    difference: Mapping[str, float] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """An op's time on a device, with its peers and its launches. copy_gbps: this run's measured memory rate."""
+
+    op: str
+    device: str
+    dims: Mapping[str, int]
+    knobs: Mapping[str, Any]
+    timing: Timing
+    peers: tuple[PeerTime, ...]
+    launches: tuple[LaunchTime, ...]
+    copy_gbps: float | None
+
+    def ratio(self, peer: PeerTime) -> float | None:
+        """Our time over the peer's: under 1 is faster."""
+        return self.timing.median_ms / peer.timing.median_ms if peer.timing is not None else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "device": self.device,
+            "dims": dict(self.dims),
+            "knobs": {n: v if isinstance(v, (int, float, str, type(None))) else str(v) for n, v in self.knobs.items()},
+            "timing": asdict(self.timing),
+            "peers": [{**asdict(p), "ratio": self.ratio(p)} for p in self.peers],
+            "launches": [{**asdict(launch), "share": launch.share} for launch in self.launches],
+            "copy_gbps": self.copy_gbps,
+        }
+
+
+def bench(
+    op: Op,
+    *,
+    dims: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None,
+    knobs: Mapping[str, Any] | None = None,
+    schedules: Mapping[str, Mapping[str, Any]] | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    with_peers: bool = True,
+    rep_ms: int = 200,
+) -> BenchResult:
+    """Times an op at the given dims, its peers on the same tensors, and on a GPU each of its launches alone.
+
+    knobs, schedules: in place of the op's own choice.
+
+    Raises ArgumentError for an op that cannot draw inputs.
+    """
+    if op.inputs is None or op.call is None:
+        raise ArgumentError(f"{op.name} has no inputs to be timed on")
+    device = torch.device(device)
+    on_cpu = device.type == "cpu"
+    known = op.resolve_dims({**(op.cpu_dims if on_cpu else {}), **(dims or {})})
+    inputs = op.inputs(known, op.resolve_options(options or {}), device, seed)
+    call = op.call
+    with torch.inference_mode(), forced(op, knobs or {}, schedules or {}):
+        with recording() as calls:
+            ours = {n: x.clone() for n, x in call(**op.fresh(inputs)).items() if x is not None}
+        timing = measure(lambda: call(**inputs), device, rep_ms=rep_ms)
+        peers = _time_peers(op, inputs, ours, device, rep_ms) if with_peers else ()
+        if on_cpu:
+            return BenchResult(op.name, _device_name(device), _ints(known), _knobs(calls), timing, peers, (), None)
+        rate = copy_gbps(device)
+        launches = tuple(t for c in calls for t in launch_times(op, c, rate, rep_ms))
+    return BenchResult(op.name, _device_name(device), _ints(known), _knobs(calls), timing, peers, launches, rate)
+
+
+def launch_times(op: Op, call: Call, rate_gbps: float, rep_ms: int = 200) -> list[LaunchTime]:
+    """Times every launch of a recorded call alone, again and again on the tensors that it left."""
+    plan = call.executable.plan
+    moved = (op.traffic_bytes or plan_traffic)(plan, call.dims)
+    found = []
+    for launch in call.executable.launches:
+        label = launch.launch.label
+
+        def run(launch: Any = launch) -> None:
+            launch.run(call.tensors, call.dims)
+
+        timing = measure(run, call.executable.device, rep_ms=rep_ms)
+        found.append(LaunchTime(label, timing, moved[label], moved[label] / rate_gbps / 1e6))
+    return found
+
+
+def _time_peers(
+    op: Op, inputs: Mapping[str, Any], ours: Mapping[str, torch.Tensor], device: torch.device, rep_ms: int
+) -> tuple[PeerTime, ...]:
+    found = []
+    for name, peer in (op.peers() if op.peers is not None else {}).items():
+        try:
+            theirs = peer(**op.fresh(inputs))
+            difference = {n: relative_rms(x, ours[n]) for n, x in theirs.items() if x is not None and n in ours}
+
+            def run(peer: Callable[..., Any] = peer) -> None:
+                peer(**inputs)
+
+            found.append(PeerTime(name, measure(run, device, rep_ms=rep_ms), difference))
+        except Exception as error:  # a peer may lack this shape, this GPU, or this version of Triton
+            found.append(PeerTime(name, None, {}, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+    return tuple(found)
+
+
+def _knobs(calls: list[Call]) -> dict[str, Any]:
+    return dict(calls[-1].executable.plan.knobs) if calls else {}
+
+
+def _ints(dims: Mapping[str, Any]) -> dict[str, int]:
+    return {n: int(v) for n, v in dims.items()}
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,1 @@
+"""Softmax attention, forward: kernel, reference, knobs and the torch function."""

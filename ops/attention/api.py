@@ -1,0 +1,129 @@
+"""attention on torch tensors: checks, launch, registration with torch.library."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from k3dsl.ops.attention.space import ATTENTION
+from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_same, check_tensor, fail
+
+_call = Caller(ATTENTION)
+_PRECISIONS = ("ieee", "tf32x3", "tf32")
+MAX_WIDTH = 256
+
+
+@torch.library.custom_op("k3dsl::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    precision: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (B, T, H, D), (S, HK, V) = q.shape, v.shape[1:]
+    if B * T * H * S == 0:  # no key: the sum over nothing
+        lse = q.new_full((B, H, T) if return_lse else (0,), -math.inf, dtype=torch.float32)
+        return q.new_zeros((B, T, H, V)), lse
+    dims = {"B": 1 if B == 1 else (B,), "T": (T, 128), "S": (S, 128), "H": H, "HK": HK, "D": D, "V": V}
+    options = {"dtype": q.dtype, "causal": causal, "scale": scale, "lse": return_lse, "precision": precision}
+    out = _call({"q": q, "k": k, "v": v}, dims, options)
+    return out["o"], out["lse"] if return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+@_attention.register_fake
+def _(q, k, v, causal, scale, return_lse, precision):  # type: ignore[no-untyped-def]
+    B, T, H, _ = q.shape
+    lse = q.new_empty((B, H, T) if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty((B, T, H, v.shape[-1])), lse
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.causal, ctx.scale = inputs[3:5]
+
+
+def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    """Computes the scores again in plain torch and differentiates that."""
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        o, lse = _plain(q, k, v, ctx.causal, ctx.scale)
+        outputs, grads = [o], [grad.to(o.dtype)]
+        if grad_lse is not None and grad_lse.numel():
+            outputs.append(lse)
+            grads.append(grad_lse.to(lse.dtype))
+        found = torch.autograd.grad(outputs, (q, k, v), grads)
+    return (*found, None, None, None, None)
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    T, H, D = q.shape[1:]
+    S = k.shape[1]
+    k, v = (x.float().repeat_interleave(H // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q.float(), k) * (D**-0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1), -math.inf)
+    return torch.einsum("bhts,bshv->bthv", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    return_lse: bool = False,
+    precision: str = "ieee",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v, without ever storing the scores.
+
+    Args:
+        q: [B, T, H, D]. k: [B, S, HK, D]. v: [B, S, HK, V]. bf16, fp16 or fp32; H a multiple of HK (grouped-query
+            attention); D and V multiples of 16 up to 256. Any strides, last dim contiguous: a view [B, H, T, D].transpose(1, 2)
+            costs no copy.
+        causal: query i sees keys up to i + S - T (the last query sees all), so S is at least T.
+        scale: of the scores, positive; 1/sqrt(D) by default. A new value compiles anew.
+        return_lse: also returns the natural log of the softmax's denominator.
+        precision: how fp32 products are formed, 'ieee', 'tf32x3' or 'tf32'; nothing to 16-bit inputs.
+
+    Returns:
+        o [B, T, H, V] in q's dtype, or (o, lse [B, H, T] fp32). Differentiable; the backward pass is plain torch: right, but
+        slow, and it stores the scores.
+
+    Raises:
+        ArgumentError: naming the argument, the reason and the remedy.
+    """
+    for name, x, dims in (("q", q, "[B, T, H, D]"), ("k", k, "[B, S, HK, D]"), ("v", v, "[B, S, HK, V]")):
+        check_tensor(name, x)
+        check_rank(name, x, 4, dims, f"{name} as {dims}")
+        check_contiguous_rows(name, x)
+        check_same(name, x, "q", q)
+    B, T, H, D = q.shape
+    S, HK, V = v.shape[1:]
+    if k.shape[0] != B or k.shape[3] != D:
+        fail("k", f"has shape {list(k.shape)}, needs [B, S, HK, D] with B = {B}, D = {D} of q", "pass keys as wide as q")
+    if v.shape[:3] != k.shape[:3]:
+        fail("v", f"has shape {list(v.shape)}, needs [B, S, HK, V] with {list(k.shape[:3])} of k", "one value a key")
+    if HK == 0 or H % HK:
+        fail("k", f"has HK = {HK} heads, of which q's H = {H} is no multiple", "repeat or drop heads")
+    for name, width, dim in (("q", D, "D"), ("v", V, "V")):
+        if width % 16 or not 16 <= width <= MAX_WIDTH:
+            fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {MAX_WIDTH}", "pad the last dim with zeros")
+    if causal and S < T:
+        fail("k", f"has S = {S} keys for T = {T} queries", "a causal mask needs S of at least T; or causal=False")
+    if scale is not None and not 0 < scale < math.inf:
+        fail("scale", f"is {scale}", "pass a positive finite number, or None for 1/sqrt(D)")
+    if precision not in _PRECISIONS:
+        fail("precision", f"is {precision!r}", f"one of {', '.join(_PRECISIONS)}")
+    o, lse = _attention(q, k, v, causal, None if scale is None else float(scale), return_lse, precision)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,186 @@
+"""What the ops share: plans of launches, size classes of runtime dims, the way from torch tensors to a launch, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+
+from k3dsl.backends.torch.dtypes import from_torch
+from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.errors import ArgumentError
+from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.symbols import Sym
+from k3dsl.ir.types import DType
+from k3dsl.language import Kernel, TensorSpec
+from k3dsl.passes.simplify import simplify
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, choose_backend, strides_of
+from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.op import Op, forced_for
+from k3dsl.runtime.plan import Launch, Plan, buffers_of
+
+Settings = Mapping[str, Any]
+Schedules = Mapping[str, Mapping[str, Any]] | None
+Strides = Mapping[str, tuple[int | Sym, ...]] | None
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------------
+
+
+def traced(
+    kernel: Kernel, dims: Settings, knobs: Settings, tensors: Mapping[str, DType | TensorSpec | None]
+) -> IRKernel:
+    """The kernel's IR for these dims, knobs and dtypes, simplified."""
+    return simplify(kernel.trace(dims, knobs, tensors))
+
+
+def specs(dtypes: Mapping[str, DType | None], strides: Strides) -> dict[str, DType | TensorSpec | None]:
+    """What each tensor is: its dtype, with its strides where the caller's tensor is not contiguous."""
+    strides = strides or {}
+    return {n: TensorSpec(t, strides[n]) if t is not None and n in strides else t for n, t in dtypes.items()}
+
+
+def schedule(
+    launch: str, backend: str, schedules: Schedules, default: Mapping[str, Any]
+) -> TritonSchedule | None:
+    """The launch's schedule: the default with the caller's fields over it; stages are replaced label by label."""
+    if backend == "torch":
+        return None
+    given = dict((schedules or {}).get(launch, {}))
+    if "stages" in given:
+        given["stages"] = {**default.get("stages", {}), **given["stages"]}
+    return TritonSchedule.from_json({**default, **given})
+
+
+def one_launch(
+    op: str,
+    kernel: Kernel,
+    dims: Settings,
+    knobs: Settings,
+    options: Settings,
+    dtypes: Mapping[str, DType | None],
+    backend: str,
+    schedules: Schedules,
+    strides: Strides,
+    default: Mapping[str, Any],
+) -> Plan:
+    """The plan of an op that is one launch, labelled like its kernel. Options and knobs are what the kernel calls `c`."""
+    ir = traced(kernel, dims, {**options, **knobs}, specs(dtypes, strides))
+    launch = Launch(kernel.name, ir, backend, schedule(kernel.name, backend, schedules, default))
+    return Plan(op, dims, buffers_of([ir]), (launch,), knobs, options)
+
+
+# ---- from torch tensors to a launch ------------------------------------------------------------------------------------
+
+
+def size_class(name: str, value: int, *divisors: int) -> Sym:
+    """A runtime dim whose only fact is the first of `divisors` that divides the value: few facts, few variants of code."""
+    return Sym(name, divisible_by=next((n for n in divisors if value % n == 0), 1), min=1)
+
+
+class Caller:
+    """An op of one launch on torch tensors: picks knobs, compiles on first use, launches on the current stream."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self._dispatch = Dispatcher(op.plan)
+        self._remembered = lru_cache(maxsize=4096)(self._code)
+
+    def __call__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dims: Mapping[str, int | tuple[int, ...]],
+        options: Mapping[str, Any],
+    ) -> dict[str, torch.Tensor]:
+        """Runs the op and returns its outputs by name.
+
+        dims: an int is compiled in; a tuple (value, *divisors) is a runtime dim, see size_class. torch dtypes among the
+        options become k3dsl's.
+        """
+        held = {n: t.clone() if t.data_ptr() % ALIGNMENT else t for n, t in tensors.items()}
+        device = next(iter(held.values())).device
+        strides, values = strides_of(held)
+        find = self._code if forced_for(self.op.plan) is not None else self._remembered
+        run = find(
+            tuple(dims.items()), tuple(options.items()), tuple(strides.items()), device, choose_backend(device)
+        )
+        return run(held, {**{n: x if isinstance(x, int) else x[0] for n, x in dims.items()}, **values})
+
+    def _code(
+        self, dims: tuple[Any, ...], options: tuple[Any, ...], strides: tuple[Any, ...], device: torch.device, backend: str
+    ) -> Executable:
+        chosen = self.op.resolve_options({n: from_torch(x) if isinstance(x, torch.dtype) else x for n, x in options})
+        knobs = self.op.default_knobs(chosen, {n: x if isinstance(x, int) else x[0] for n, x in dims})
+        known = {n: x if isinstance(x, int) else size_class(n, *x) for n, x in dims}
+        return self._dispatch(known, knobs, chosen, dict(strides), device, backend=backend)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------
+
+
+def fail(argument: str, reason: str, remedy: str) -> NoReturn:
+    """Raises ArgumentError: which argument, what is wrong with it, what to do."""
+    raise ArgumentError(f"{argument}: {reason}", fix=remedy)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raises ArgumentError unless x is a tensor of one of the dtypes."""
+    if not isinstance(x, torch.Tensor):
+        fail(name, f"is a {type(x).__name__}, needs a tensor", f"pass {name} as a torch.Tensor")
+    if x.dtype not in dtypes:
+        known = ", ".join(map(dtype_name, dtypes))
+        fail(name, f"is {dtype_name(x.dtype)}, needs one of {known}", f"{name}.to(torch.{dtype_name(dtypes[0])})")
+
+
+def check_rank(name: str, x: torch.Tensor, rank: int, dims: str, remedy: str) -> None:
+    """Raises ArgumentError unless x has `rank` dims; `dims` names them."""
+    if x.dim() != rank:
+        fail(name, f"has shape {list(x.shape)}, needs {rank} dims {dims}", f"pass {remedy}")
+
+
+def check_same(name: str, x: torch.Tensor, other: str, y: torch.Tensor, dtype: bool = True) -> None:
+    """Raises ArgumentError unless x lies on y's device and, with `dtype`, has its dtype."""
+    if x.device != y.device:
+        fail(name, f"is on {x.device}, {other} is on {y.device}", f"{name}.to({str(y.device)!r})")
+    if dtype and x.dtype != y.dtype:
+        fail(name, f"is {dtype_name(x.dtype)}, {other} is {dtype_name(y.dtype)}", f"{name}.to({other}.dtype)")
+
+
+def check_contiguous_rows(name: str, x: torch.Tensor) -> None:
+    """Raises ArgumentError unless the last dim is contiguous."""
+    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        fail(name, f"has strides {x.stride()}, but its last dim must be contiguous", f"pass {name}.contiguous()")
+
+
+def check_offsets(name: str, x: torch.Tensor) -> int:
+    """Checks dtype and rank of cumulative lengths [N+1]; returns N."""
+    check_tensor(name, x, (torch.int32, torch.int64))
+    if x.dim() != 1 or x.shape[0] < 2:
+        fail(name, f"has shape {list(x.shape)}, needs [N+1] with N at least 1", "one sequence of T tokens is [0, T]")
+    check_contiguous_rows(name, x)
+    return x.shape[0] - 1
+
+
+def check_offset_values(name: str, x: torch.Tensor, tokens: int) -> None:
+    """Checks the numbers of cumulative lengths that lie on the CPU: from 0, never down, to `tokens`."""
+    offsets = x.tolist()
+    if offsets[0] != 0:
+        fail(name, f"starts at {offsets[0]}", "the first sequence starts at token 0")
+    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if end < start:
+            fail(name, f"goes down from {start} to {end} at entry {i + 1}", "pass offsets, not lengths")
+    if offsets[-1] != tokens:
+        fail(name, f"ends at {offsets[-1]}, but there are T = {tokens} tokens", "end at T; cut the padding off")
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Whether the tensor's numbers can be looked at without waiting for a GPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)

@@ -1,0 +1,1 @@
+"""Matrix product: kernel, reference, knobs and the torch function."""

@@ -1,0 +1,1 @@
+"""RMSNorm in Llama's form: kernel, reference, knobs and the torch function."""

@@ -1,0 +1,1 @@
+"""Sums of ragged segments: kernel, reference, knobs and the torch function."""
