@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.graph import Kernel as IRKernel
-from k3dsl.ir.symbols import Sym
+from k3dsl.ir.symbols import INT32_MAX, Sym
 from k3dsl.ir.types import DType
 from k3dsl.language import Kernel, TensorSpec
 from k3dsl.passes.simplify import simplify
@@ -24,6 +25,7 @@ from k3dsl.runtime.plan import Launch, Plan, buffers_of
 Settings = Mapping[str, Any]
 Schedules = Mapping[str, Mapping[str, Any]] | None
 Strides = Mapping[str, tuple[int | Sym, ...]] | None
+NARROW = 1 << 22
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -50,7 +52,7 @@ def schedule(
     if backend == "torch":
         return None
     given = dict((schedules or {}).get(launch, {}))
-    if "stages" in given:
+    if isinstance(given.get("stages"), Mapping):
         given["stages"] = {**default.get("stages", {}), **given["stages"]}
     return TritonSchedule.from_json({**default, **given})
 
@@ -77,8 +79,15 @@ def one_launch(
 
 
 def size_class(name: str, value: int, *divisors: int) -> Sym:
-    """A runtime dim whose only fact is the first of `divisors` that divides the value: few facts, few variants of code."""
-    return Sym(name, divisible_by=next((n for n in divisors if value % n == 0), 1), min=1)
+    """A runtime dim with two facts, so that few variants of code arise: the first of `divisors` that divides the value, and
+    whether it is small enough for a block of rows of that width to be addressed in 32 bits."""
+    divisor = next((n for n in divisors if value % n == 0), 1)
+    return Sym(name, divisible_by=divisor, min=1, max=NARROW if value <= NARROW else INT32_MAX)
+
+
+def narrow(dims: Settings, options: Settings) -> dict[str, Any]:
+    """The dims, runtime ones with the facts that most calls have; see size_class."""
+    return {n: replace(x, max=NARROW) if isinstance(x, Sym) else x for n, x in dims.items()}
 
 
 class Caller:

@@ -28,7 +28,9 @@ def bench_command(
     dims: Dims = None,
     settings: Settings = None,
     backend: BackendName = None,
-    peers: Annotated[bool, typer.Option(help="Also time other libraries' functions, where they can be imported.")] = True,
+    peers: Annotated[
+        bool, typer.Option(help="Also time other libraries' functions, where they can be imported.")
+    ] = True,
     rep_ms: Annotated[int, typer.Option("--rep-ms", min=1, help="Milliseconds to repeat each measurement for.")] = 200,
     seed: Seed = 0,
     output: OutputFile = None,
@@ -68,7 +70,9 @@ def bench_command(
             continue
         ratio = result.ratio(peer)
         differs = ", ".join(f"{name} {value:.1e}" for name, value in peer.difference.items())
-        rows.append([peer.name, milliseconds(peer.timing.median_ms), f"{ratio:.3f}", f"differs from ours by: {differs}"])
+        rows.append(
+            [peer.name, milliseconds(peer.timing.median_ms), f"{ratio:.3f}", f"differs from ours by: {differs}"]
+        )
     print_table(f"{at} on {result.device}", ("function", ">median", ">k3dsl / this", "note"), rows)
     if chosen.peers is not None and peers and not result.peers:
         print("no peer can be imported here (pip install flash-linear-attention, on a GPU machine)")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="The op, as `k3dsl ops` lists it.")]
 Dims = Annotated[
-    list[str] | None, typer.Option("--dims", metavar="T=8192,H=96", help="Problem dims; the op's defaults for the rest.")
+    list[str] | None,
+    typer.Option("--dims", metavar="T=8192,H=96", help="Problem dims; the op's defaults for the rest."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -30,7 +31,8 @@ TargetName = Annotated[str | None, typer.Option("--target", help="A GPU architec
 Static = Annotated[bool, typer.Option("--static", help="Compile every dim in, also those that could vary at run time.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
 BackendName = Annotated[
-    str | None, typer.Option("--backend", help="torch (on the CPU) or triton (on this machine's GPU). Default: what is here.")
+    str | None,
+    typer.Option("--backend", help="torch (on the CPU) or triton (on this machine's GPU). Default: what is here."),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of the random inputs.")]
 OutputFile = Annotated[Path | None, typer.Option("--output", help="Also write the results to this file, as JSON.")]
@@ -87,7 +89,9 @@ def target_named(name: str | None, fallback: str | None = None) -> Target:
         return here
     if fallback is None:
         known = ", ".join(target.name for target in all_targets())
-        raise ArgumentError("no target is named, and there is no GPU here to take it from", fix=f"--target one of {known}")
+        raise ArgumentError(
+            "no target is named, and there is no GPU here to take it from", fix=f"--target one of {known}"
+        )
     return get_target(fallback)
 
 
@@ -99,7 +103,8 @@ def generating_backend(name: str) -> str:
     check_names("backend", [name], list(BACKENDS))
     if name == "torch":
         raise ArgumentError(
-            "the torch backend runs the IR directly and generates no code", fix="use --backend triton; `k3dsl run` runs it"
+            "the torch backend runs the IR directly and generates no code",
+            fix="use --backend triton; `k3dsl run` runs it",
         )
     return name
 

@@ -8,14 +8,11 @@ import io
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from k3dsl.cli.output import RESOURCE_COLUMNS, print_table, resource_rows
-
-if TYPE_CHECKING:
-    import torch
 
 NAME = "demo"
 TARGET = "sm_90a"
@@ -63,7 +60,9 @@ def compile_kda() -> None:
             summary = save(get_op(name).point({}, {}, symbolic=True).plan("triton"), TARGET, Path(folder, name))
             for row in resource_rows(summary["launches"]):
                 rows.append([f"{name}: {row[0]}", *row[1:]])
-            notes += [f"note: {name}: {launch['label']}: {launch['note']}" for launch in summary["launches"] if launch["note"]]
+            notes += [
+                f"note: {name}: {launch['label']}: {launch['note']}" for launch in summary["launches"] if launch["note"]
+            ]
     print_table("96 heads of width 128, bf16; batch and tokens vary at run time", RESOURCE_COLUMNS, rows)
     for note in notes:
         print(note)
@@ -77,19 +76,21 @@ def text() -> bytes:
     return codecs.decode(this.s, "rot13").encode()
 
 
-def byte_inputs(content: bytes, heads: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def byte_inputs(content: bytes, heads: int, seed: int = 0) -> dict[str, Any]:
     """KDA's inputs for a text: random embeddings of its bytes, projected to q, k, v, g and beta."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Any:
         return torch.randn(shape, generator=generator)
 
     embedded = normal(256, EMBEDDING)[torch.tensor(list(content))]
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("q", "k", "v", "g"):
-        found[name] = (embedded @ normal(EMBEDDING, heads * WIDTH) / EMBEDDING**0.5).view(1, -1, heads, WIDTH).bfloat16()
+        found[name] = (
+            (embedded @ normal(EMBEDDING, heads * WIDTH) / EMBEDDING**0.5).view(1, -1, heads, WIDTH).bfloat16()
+        )
     found["beta"] = (embedded @ normal(EMBEDDING, heads) / EMBEDDING**0.5).view(1, -1, heads).bfloat16()
     found["A_log"] = torch.rand(heads, generator=generator)
     found["dt_bias"] = torch.rand(heads * WIDTH, generator=generator) * 4 - 4
@@ -122,7 +123,9 @@ def run_kda(content: bytes, heads: int) -> bool:
     assert carried is not None
     steps = [some]
     for t in range(first, tokens):
-        step, carried = kda_decode(**{n: x[:, t : t + 1].contiguous() for n, x in drawn.items()}, state=carried, **options)
+        step, carried = kda_decode(
+            **{n: x[:, t : t + 1].contiguous() for n, x in drawn.items()}, state=carried, **options
+        )
         steps.append(step)
     decoded_o = torch.cat(steps, 1)
 

@@ -30,7 +30,9 @@ def doctor_command(as_json: Json = False) -> None:
     print_table("settings (environment variables)", ("name", "value", "from", "what"), rows)
     for name, fix in found["misspelt"].items():
         print(f"warning: {name} is set, but k3dsl reads no such variable; {fix}")
-    print_table("what will work", ("what", "works", "why"), [[w["what"], _yes(w["works"]), w["why"]] for w in found["works"]])
+    print_table(
+        "what will work", ("what", "works", "why"), [[w["what"], _yes(w["works"]), w["why"]] for w in found["works"]]
+    )
 
 
 def _yes(works: bool) -> str:
@@ -84,7 +86,12 @@ def _gpu() -> dict[str, Any] | None:
         return None
     name = torch.cuda.get_device_name()
     target, facts = detect(), device_facts(name)
-    return {"name": name, "target": target and target.name, "count": torch.cuda.device_count(), "facts": facts is not None}
+    return {
+        "name": name,
+        "target": target and target.name,
+        "count": torch.cuda.device_count(),
+        "facts": facts is not None,
+    }
 
 
 def _setting(setting: Any) -> dict[str, Any]:

@@ -46,13 +46,20 @@ def explain_command(
         knobs = {name: plain(value) for name, value in point.knobs.items()}
         reasons = to_json(found)
         print_json(
-            {"op": op, "target": where.name, "fine": not reasons, "reasons": reasons, "knobs": knobs, "launches": launches}
+            {
+                "op": op,
+                "target": where.name,
+                "fine": not reasons,
+                "reasons": reasons,
+                "knobs": knobs,
+                "launches": launches,
+            }
         )
     else:
         if launches:
             print_table(f"{chosen.name} for {where.name}: what builds", RESOURCE_COLUMNS, resource_rows(launches))
         for r in found.refusals:
-            about = f"{r.launch}: " if r.launch else ""
+            about = f"{r.launch}: " if r.launch and not r.reason.message.startswith(f"{r.launch}: ") else ""
             print(f"refused ({r.reason.code}): {about}{r.reason}")
             if r.fix:
                 print(f"  fix: {r.fix}")

@@ -16,7 +16,9 @@ NAME = "ops"
 
 
 def ops_command(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this op's dims, knobs and options.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show this op's dims, knobs and options.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the operators, or one with its dims, knobs and options."""
@@ -27,7 +29,9 @@ def ops_command(
         if as_json:
             print_json([{"name": op.name, "doc": op.doc, "launches": list(op.launches)} for op in found])
             return
-        print_table("", ("op", "kernels", "what it computes"), [[op.name, ", ".join(op.launches), op.doc] for op in found])
+        print_table(
+            None, ("op", "kernels", "what it computes"), [[op.name, ", ".join(op.launches), op.doc] for op in found]
+        )
         print("`k3dsl ops NAME` lists the dims, knobs and options of one.")
         return
     op = get_op(name)
@@ -73,4 +77,6 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
+    )

@@ -13,19 +13,22 @@ from k3dsl.errors import ArgumentError
 WIDTH = 160  # of a pipe or a file, which has no width of its own
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table on stdout. A column named with a leading '>' is aligned to the right; None shows as '-'."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, title_style="bold", pad_edge=False)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if title:
+        console.print(Text(title, style="bold"))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
-    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table)
+    console.print(table)
 
 
 def print_json(data: Any) -> None:
@@ -54,7 +57,7 @@ def megabytes(value: int) -> str:
 
 def families(instructions: dict[str, int]) -> str:
     """Matrix instruction families with their counts: wgmma 22, mma.sync 80."""
-    return ", ".join(f"{name} {count}" for name, count in instructions.items()) or "none"
+    return ", ".join(f"{name} {n}" for name, n in instructions.items() if name != "wgmma.serialized") or "none"
 
 
 def resource_rows(launches: Iterable[dict[str, Any]]) -> list[list[Any]]:

@@ -37,10 +37,14 @@ def show_command(
     where = target_named(target, "sm_90a")
     plan = chosen.point(parse_dims(dims), parse_settings(settings), symbolic=not static).plan("triton")
     shown = [launch for launch in plan.launches if kernel in (None, launch.label)]
-    for number, launch in enumerate(shown):
-        if len(shown) > 1:
-            print(("\n" if number else "") + f"# kernel {launch.label} of {chosen.name}")
-        print(text_of(launch, stage, where).rstrip("\n"))
+    if not shown:
+        used = ", ".join(launch.label for launch in plan.launches)
+        raise ArgumentError(f"{chosen.name} does not use kernel {kernel} with these settings", fix=f"it uses {used}")
+    texts = [(launch.label, text_of(launch, stage, where)) for launch in shown]
+    for number, (label, text) in enumerate(texts):
+        if len(texts) > 1:
+            print(("\n" if number else "") + f"# kernel {label} of {chosen.name}")
+        print(text.rstrip("\n"))
 
 
 def text_of(launch: Launch, stage: str, target: Target) -> str:

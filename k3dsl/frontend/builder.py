@@ -14,7 +14,8 @@ from k3dsl.ir.graph import Index, Op, Region, TensorParam, Value
 from k3dsl.ir.symbols import Expr
 from k3dsl.ir.types import DType, TileType, f32, i1, i32, i64
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INTERNAL = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("frontend", "ir", "passes"))
 _current: list[Builder] = []
 
 
@@ -23,10 +24,15 @@ def user_location() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not os.path.abspath(path).startswith(_HERE):
+        if not internal(path):
             return f"{_short(path)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def internal(path: str) -> bool:
+    """True for a source file of the language itself, whose frames and variables mean nothing to a user."""
+    return os.path.abspath(path).startswith(_INTERNAL)
 
 
 def _short(path: str) -> str:

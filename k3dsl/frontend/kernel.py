@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from k3dsl.errors import ArgumentError, TraceError, UnknownNameError
-from k3dsl.frontend.builder import _HERE, Builder, _short
-from k3dsl.frontend.tensor import Declaration, TensorRef, TensorSpec
+from k3dsl.frontend.builder import Builder, _short, internal
+from k3dsl.frontend.tensor import Declaration, Span, TensorRef, TensorSpec
 from k3dsl.frontend.tile import Tile
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.graph import ScalarParam, TensorParam, Value
@@ -170,9 +169,11 @@ def _variable_names() -> Iterator[None]:
     """While active, a traced value takes the name of the user's variable that holds it, for readable output."""
 
     def watch(frame: Any, event: str, arg: Any) -> None:
-        if event != "return" or os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
+        if event != "return" or internal(frame.f_code.co_filename):
             return
         for name, held in list(frame.f_locals.items()):
+            if isinstance(held, Span) and isinstance(held.start, Tile):
+                held, name = held.start, f"{name}_start"
             if isinstance(held, Tile):
                 if held.value.name is None:
                     held.value.name = name

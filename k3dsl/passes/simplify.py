@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3dsl.ir.copying import copy_kernel
-from k3dsl.ir.graph import Kernel, Op, Region, Value, has_side_effects, is_pure
+from k3dsl.ir.graph import Kernel, Op, Region, Value, is_pure
 from k3dsl.ir.scalars import static_expr, uniform_constant
 from k3dsl.passes.folding import fold
 
@@ -98,12 +98,15 @@ def _drop_unused(region: Region, used: set[int]) -> None:
     used.update(id(v) for v in region.yields)
     kept: list[Op] = []
     for op in reversed(region.ops):
-        if not has_side_effects(op) and not any(id(v) in used for v in op.results):
+        if not _writes(op) and not any(id(v) in used for v in op.results):
             continue
         for inner in op.regions:
             _drop_unused(inner, used)
-        if op.opcode == "when" and not op.regions[0].ops:
-            continue
         used.update(id(v) for v in op.operands)
         kept.append(op)
     region.ops = kept[::-1]
+
+
+def _writes(op: Op) -> bool:
+    """True when the op can change memory; a `when` around nothing cannot."""
+    return op.opcode in ("store", "atomic_add") or any(_writes(o) for region in op.regions for o in region.ops)

@@ -65,7 +65,9 @@ def load(folder: str | Path) -> Bundle:
         except OSError as error:
             raise BundleError(f"{path}: the file {name} cannot be read: {error.strerror}", fix=_REBUILD) from None
         if hashlib.sha256(content).hexdigest() != digest:
-            raise BundleError(f"{path}: the file {name} is not the one that was written (digest mismatch)", fix=_REBUILD)
+            raise BundleError(
+                f"{path}: the file {name} is not the one that was written (digest mismatch)", fix=_REBUILD
+            )
         files[name] = content
     try:
         return Bundle(path, metadata, files)
@@ -90,7 +92,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise BundleError(f"{path}: {METADATA} cannot be read: {error}", fix=_REBUILD) from None
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or not isinstance(metadata.get("files"), dict):
+    if (
+        not isinstance(metadata, dict)
+        or metadata.get("format") != FORMAT
+        or not isinstance(metadata.get("files"), dict)
+    ):
         raise BundleError(f"{path} is no bundle: {METADATA} does not say so", fix=_REBUILD)
     if metadata.get("schema") != SCHEMA:
         raise BundleError(
@@ -159,8 +165,8 @@ class Bundle:
             if b.name not in tensors:
                 tensors[b.name] = torch.empty(self._extents[b.name](dims), dtype=b.dtype, device=device)
         for launch, kernel in zip(self._launches, kernels, strict=True):
-            grid = (*launch.grid(dims), 1, 1)[:3]
-            kernel(grid, [tensors[n] if kind == 0 else dims[n] if kind == 1 else n for kind, n in launch.getters])
+            x, y, z = (*launch.grid(dims), 1, 1)[:3]
+            kernel((x, y, z), [tensors[n] if kind == 0 else dims[n] if kind == 1 else n for kind, n in launch.getters])
         return {name: tensors[name] for name in self._outputs}
 
     def _checked_tensors(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -180,18 +186,16 @@ class Bundle:
                 what = "is missing" if t is None else f"is no tensor but {type(t).__name__}"
                 self._refuse(b.name, what, f"pass {b.name} as {self._declared(b)}")
             if t.dtype != b.dtype:
-                self._refuse(b.name, f"is {t.dtype}, compiled for {b.dtype}", f"{b.name}.to({b.dtype}), or compile for it")
+                self._refuse(
+                    b.name, f"is {t.dtype}, compiled for {b.dtype}", f"{b.name}.to({b.dtype}), or compile for it"
+                )
             if t.dim() != len(b.shape):
                 self._refuse(b.name, f"has {t.dim()} axes, compiled for {len(b.shape)}", f"it is {self._declared(b)}")
-            if t.device.type != "cuda":
-                self._refuse(
-                    b.name,
-                    f"is on {t.device}; a bundle holds code for a GPU ({self.target})",
-                    f"{b.name}.cuda(); on the CPU, k3dsl.ops runs the same op without a bundle",
-                )
             device = device or t.device
             if t.device != device:
-                self._refuse(b.name, f"is on {t.device}, other tensors are on {device}", f"{b.name}.to({str(device)!r})")
+                self._refuse(
+                    b.name, f"is on {t.device}, other tensors are on {device}", f"{b.name}.to({str(device)!r})"
+                )
             if t.data_ptr() % _ALIGNMENT:
                 self._refuse(b.name, f"does not start at a multiple of {_ALIGNMENT} bytes", f"pass {b.name}.clone()")
             tensors[b.name] = t
@@ -238,10 +242,17 @@ class Bundle:
                     self._refuse(
                         b.name, f"has strides {t.stride()}, compiled for a contiguous tensor", f"{b.name}.contiguous()"
                     )
-            elif any(n > 1 and s != w for n, s, w in zip(t.shape, t.stride(), self._strides[b.name](dims), strict=True)):
+            elif any(
+                n > 1 and s != w for n, s, w in zip(t.shape, t.stride(), self._strides[b.name](dims), strict=True)
+            ):
                 self._refuse(b.name, f"has strides {t.stride()}, compiled for {b.strides}", "compile for this layout")
 
     def _kernels_for(self, device: torch.device) -> list[DriverKernel]:
+        if device.type != "cuda":
+            raise ArgumentError(
+                f"bundle of {self.op}: the tensors are on {device}, and the code is for a GPU ({self.target})",
+                fix="move the tensors to the GPU with .cuda(); on the CPU, k3dsl.ops runs the op without a bundle",
+            )
         index = torch.cuda.current_device() if device.index is None else device.index
         kernels = self._kernels.get(index)
         if kernels is None:

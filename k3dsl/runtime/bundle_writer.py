@@ -219,4 +219,3 @@ def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
         raise BundleError(f"{path} cannot be written: {error.strerror}", fix="choose another folder with -o") from None
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
-

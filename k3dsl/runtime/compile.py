@@ -81,7 +81,9 @@ class CompiledKernel:
         if given or len(scalars) != len(self._scalars):
             missing = [n for n in self._scalars if n not in scalars]
             what = f"does not take {', '.join(given)}" if given else f"needs {', '.join(missing)}"
-            raise ArgumentError(f"kernel {self.ir.name} {what}", fix=f"it takes {', '.join([*self._names, *self._scalars])}")
+            raise ArgumentError(
+                f"kernel {self.ir.name} {what}", fix=f"it takes {', '.join([*self._names, *self._scalars])}"
+            )
         device = next(iter(tensors.values())).device
         bound = self._bound.get(device.index or 0)
         if bound is None:
@@ -94,7 +96,9 @@ class CompiledKernel:
         if t is None:
             return ArgumentError(f"kernel {kernel}: tensor {name!r} is missing", fix=f"pass {name}=...")
         if t.dtype != dtype:
-            return ArgumentError(f"kernel {kernel}: {name} is {t.dtype}, compiled for {dtype}", fix=f"{name}.to({dtype})")
+            return ArgumentError(
+                f"kernel {kernel}: {name} is {t.dtype}, compiled for {dtype}", fix=f"{name}.to({dtype})"
+            )
         if t.dim() != rank:
             return ArgumentError(f"kernel {kernel}: {name} has {t.dim()} axes, compiled for {rank}", fix="reshape it")
         return ArgumentError(

@@ -81,15 +81,16 @@ def poisoned() -> Iterator[None]:
     """While active, torch.empty fills what it returns (NaN, the largest integer): an output that nobody wrote shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switch: Any = torch.utils.deterministic
+    fill = switch.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic.*")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        switch.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            switch.fill_uninitialized_memory = fill
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 

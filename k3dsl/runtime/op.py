@@ -18,12 +18,16 @@ from k3dsl.runtime.plan import Plan
 
 @dataclass(frozen=True)
 class Dim:
-    """A problem dim. static: compiled in; else a runtime dim of the artifact. default: used when none is given."""
+    """A problem dim. static: compiled in; else a runtime dim of the artifact. default: used when none is given.
+
+    divisor: the largest power of two dividing a given value that code compiled for it may count on.
+    """
 
     name: str
     default: int
     doc: str
     static: bool = False
+    divisor: int = 64
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,14 @@ class Op:
         return Point(self, resolved, knobs, options, schedules)
 
     def resolve_dims(self, given: Mapping[str, int], symbolic: bool = False) -> dict[str, int | Sym]:
-        """Every dim by name; with `symbolic`, runtime dims become symbols that keep the given value's divisor (up to 64)."""
+        """Every dim by name; with `symbolic`, runtime dims become symbols that keep the given value's divisor."""
         check_names("dim", given, [d.name for d in self.dims], self.name)
         out: dict[str, int | Sym] = {}
         for d in self.dims:
             value = given.get(d.name, d.default)
             if not isinstance(value, int) or value < 0:
                 raise ArgumentError(f"{self.name}: dim {d.name} must be an integer of at least 0, got {value!r}")
-            out[d.name] = value if d.static or not symbolic else runtime_dim(d.name, value)
+            out[d.name] = value if d.static or not symbolic else runtime_dim(d.name, value, d.divisor)
         return out
 
     def resolve_knobs(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +144,9 @@ class Op:
         """The inputs of `call` with copies of those that it changes."""
         return {n: x.clone() if n in self.mutates and x is not None else x for n, x in inputs.items()}
 
-    def split_settings(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+    def split_settings(
+        self, settings: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
         """Splits NAME=VALUE settings into knobs, options and schedule fields ('scan.num_warps', 'scan.stages.chunks')."""
         knobs: dict[str, Any] = {}
         options: dict[str, Any] = {}
@@ -227,7 +233,7 @@ def forced_for(plan: Callable[..., Plan]) -> Forced | None:
     return next((f for f in _forced.get().values() if f.op.plan is plan), None)
 
 
-def runtime_dim(name: str, value: int, cap: int = 64) -> Sym:
+def runtime_dim(name: str, value: int, cap: int) -> Sym:
     """A runtime dim with the largest power of two up to `cap` that divides the value seen."""
     divisor = 1
     while divisor < cap and value and value % (divisor * 2) == 0:

@@ -31,9 +31,7 @@ class Timing:
     timer: str
 
 
-def measure(
-    call: Callable[[], Any], device: torch.device | str, *, warmup_ms: int = 50, rep_ms: int = 200
-) -> Timing:
+def measure(call: Callable[[], Any], device: torch.device | str, *, warmup_ms: int = 50, rep_ms: int = 200) -> Timing:
     """Times a call that is compiled already. On the CPU: at least 3 calls, and as many as fit into rep_ms."""
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench

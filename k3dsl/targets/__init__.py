@@ -20,7 +20,17 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Ceilings", "Device", "Target", "all_devices", "all_targets", "arch_of", "detect", "device_facts", "get_target"]
+__all__ = [
+    "Ceilings",
+    "Device",
+    "Target",
+    "all_devices",
+    "all_targets",
+    "arch_of",
+    "detect",
+    "device_facts",
+    "get_target",
+]
 
 
 @dataclass(frozen=True)

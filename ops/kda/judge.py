@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ DECODE_STATE_LIMIT = 1e-5
 def _drawn(dims: Settings, options: Settings, **shape: Any) -> inputs.Case:
     """The case that the options describe: public benchmarks' gate, random keys."""
     if options["gate"] == "bounded":
-        gate = "bench" if options["A_log"] and options["dt_bias"] else "bench-no-bias" if options["A_log"] else "bench-no-A"
+        gate = (
+            "bench"
+            if options["A_log"] and options["dt_bias"]
+            else "bench-no-bias"
+            if options["A_log"]
+            else "bench-no-A"
+        )
     else:
         gate = "softplus" if options["gate"] == "softplus" else "log-sigmoid"
     beta = "given" if not options["beta_sigmoid"] else "double" if options["neg_eigval"] else "random"
@@ -139,6 +146,16 @@ def forward_peers() -> dict[str, Callable[..., dict[str, Any]]]:
     return {"fla chunk_kda": call}
 
 
+def forward_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """The guard's second scan reads its flags, and nothing else where no value was out of range."""
+    moved = plan_traffic(plan, dims)
+    for launch in plan.launches:
+        if launch.label == "rescan":
+            flags = launch.kernel.tensor("out_of_range")
+            moved["rescan"] = prod(extent.evaluate(dims) for extent in flags.shape) * flags.dtype.bytes
+    return moved
+
+
 def decode_inputs(dims: Settings, options: Settings, device: torch.device | str, seed: int) -> dict[str, Any]:
     """Keyword arguments of `kda_decode` for the op's dims and options; no padding."""
     kwargs = _adjusted(inputs.make_decode(_drawn(dims, options), dims["B"], device, seed, padding=0), options)
@@ -168,7 +185,13 @@ def decode_cases(size: str) -> list[Case]:
     found: list[Case] = []
 
     def add(
-        name: str, family: str, case: inputs.Case, batch: int, fp32: bool = True, indexed: bool = True, in_place: bool = True
+        name: str,
+        family: str,
+        case: inputs.Case,
+        batch: int,
+        fp32: bool = True,
+        indexed: bool = True,
+        in_place: bool = True,
     ) -> None:
         def make(device: torch.device | str, seed: int) -> dict[str, Any]:
             padding = 1 if indexed and in_place else 0
@@ -194,7 +217,12 @@ def decode_cases(size: str) -> list[Case]:
         for fp32 in (True, False):
             for in_place in (True, False):
                 for indexed in (True, False):
-                    words = [order, "fp32" if fp32 else "bf16", *["indexed"] * indexed, "in-place" if in_place else "new"]
+                    words = [
+                        order,
+                        "fp32" if fp32 else "bf16",
+                        *["indexed"] * indexed,
+                        "in-place" if in_place else "new",
+                    ]
                     add(f"bench/{'-'.join(words)}", other, layout, 3, fp32, indexed, in_place)
     for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
         add(f"bench/{name}-inputs", other, replace(bench, dtype=dtype), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -74,7 +75,7 @@ def schedule(
     if backend == "torch":
         return None
     given = dict(schedules.get(kernel, {}))
-    if "stages" in given:
+    if isinstance(given.get("stages"), Mapping):
         given["stages"] = {**default.get("stages", {}), **given["stages"]}
     return TritonSchedule.from_json({**default, **given})
 
@@ -135,7 +136,7 @@ def forward(
     }
     scan = traced(kernels.scan, d, c, {**reads, **({"out_of_range": i32} if c["guard"] else {})})
     launches = [
-        Launch("prep", prep, backend, schedule("prep", backend, schedules, {"num_warps": prep_warps(c)})),
+        Launch("prep", prep, backend, schedule("prep", backend, schedules, prep_schedule(c))),
         Launch("scan", scan, backend, schedule("scan", backend, schedules, scan_schedule(c))),
     ]
     if c["guard"]:
@@ -150,10 +151,23 @@ def forward(
     return Plan("kda.forward", d, buffers, tuple(launches), knobs, options)
 
 
-def prep_warps(c: Settings) -> int:
+def prep_schedule(c: Settings) -> dict[str, Any]:
     if c["gram"] == "levels":
-        return 4 if c["C"] <= 32 else 8
-    return 2 if c["C"] == 16 else 4
+        return {"num_warps": 4 if c["C"] <= 32 else 8}
+    fields: dict[str, Any] = {"num_warps": 2 if c["C"] == 16 else 4}
+    if c["C"] == 32 and triton_release() < (3, 7):
+        # four programs a multiprocessor instead of three; newer Triton's code spills under this cap
+        fields["maxnreg"] = 128
+    return fields
+
+
+def triton_release() -> tuple[int, int]:
+    """Triton's version; (0, 0) where it is not installed."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return (0, 0)
+    return int(major), int(minor)
 
 
 def scan_schedule(c: Settings) -> dict[str, Any]:
@@ -165,6 +179,11 @@ def gate_tensors(options: Settings) -> dict[str, DType]:
     if options["gate"] == "none":
         return {}
     return {name: f32 for name in ("A_log", "dt_bias") if options[name]}
+
+
+def decode_schedule(c: Settings) -> dict[str, Any]:
+    """A warp for every 8 rows of a [V, K] state, for every 16 columns of a [K, V] one."""
+    return {"num_warps": max(1, c["BV"] // (8 if c["v_first"] else 16))}
 
 
 def decode(
@@ -208,5 +227,5 @@ def decode(
     if not options["in_place"]:
         tensors["new_state"] = options["state"]
     kernel = traced(kernels.decode, d, c, tensors)
-    launch = Launch("decode", kernel, backend, schedule("decode", backend, schedules, {"num_warps": 4}))
+    launch = Launch("decode", kernel, backend, schedule("decode", backend, schedules, decode_schedule(c)))
     return Plan("kda.decode", d, buffers_of([kernel]), (launch,), knobs, options)

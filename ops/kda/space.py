@@ -20,7 +20,9 @@ _COMMON = (
     Option("dtype", (bf16, f16, f32), bf16, "of q, k, v and o"),
     Option("gate_dtype", (bf16, f16, f32), bf16, "of g"),
     Option("beta_dtype", (bf16, f16, f32), bf16, "of beta"),
-    Option("gate", ("bounded", "softplus", "none"), "bounded", "gate activation in the kernel; none: g is the log decay"),
+    Option(
+        "gate", ("bounded", "softplus", "none"), "bounded", "gate activation in the kernel; none: g is the log decay"
+    ),
     Option("lower_bound", (), -5.0, "of a bounded gate, nats"),
     Option("A_log", (True, False), True, "whether the gate has a rate A_log"),
     Option("dt_bias", (True, False), True, "whether the gate has a bias"),
@@ -62,7 +64,8 @@ def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
     if options["dtype"] == f32:
         knobs |= {"chunk": 16, "block_v": 32}
     else:
-        knobs["factors"] = f16 if options["dtype"] == f16 else bf16
+        # unnormalised keys make factors of any size, which fp16 cannot hold
+        knobs["factors"] = f16 if options["dtype"] == f16 or options["l2norm"] else bf16
         knobs["block_v"] = 64
     while dims["V"] % knobs["block_v"]:
         knobs["block_v"] //= 2
@@ -73,15 +76,15 @@ FORWARD = Op(
     name="kda.forward",
     doc="Kimi Delta Attention over whole sequences: chunk factors, then the scan of the state.",
     dims=(
-        Dim("B", 1, "batch"),
+        Dim("B", 1, "batch", divisor=1),
         Dim("T", 8192, "tokens of a sequence"),
         *_HEADS,
-        Dim("N", 1, "packed sequences, with option varlen"),
+        Dim("N", 1, "packed sequences, with option varlen", divisor=1),
     ),
     knobs=(
         Knob("chunk", (16, 32, 64), 32, "tokens a chunk"),
         Knob("block_v", (16, 32, 64, 128), 64, "value columns a program of the scan carries"),
-        Knob("factors", (bf16, f16), bf16, "storage of the chunk factors"),
+        Knob("factors", (f16, bf16), f16, "storage of the chunk factors; bf16 is a little faster and less accurate"),
         Knob("inverse", ("doubling", "substitution"), "doubling", "how I + A is inverted"),
         Knob("inverse_precision", ("fp16", "tf32", "ieee"), "fp16", "products inside the inverse"),
         Knob("precision", ("ieee", "tf32x3"), "ieee", "products of fp32 inputs"),
@@ -105,6 +108,7 @@ FORWARD = Op(
     peers=judge.forward_peers,
     limits=judge.forward_limits,
     constraints=forward_constraints,
+    traffic_bytes=judge.forward_traffic,
     heuristic=forward_rule,
     prepare_dims=forward_dims,
     cpu_dims={"T": 1024, "H": 4},
@@ -123,9 +127,9 @@ def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], option
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-    """Enough programs for every multiprocessor: narrower V blocks for few requests and heads."""
-    block = 32
-    while dims["V"] % block or (block > 8 and dims["B"] * dims["H"] * (dims["V"] // block) < 512):
+    """8 rows of a [V, K] state a program, one warp; 64 columns of a [K, V] one, fewer where the GPU would not fill."""
+    block = 8 if options["v_first"] else 64
+    while dims["V"] % block or (block > 16 and dims["B"] * dims["H"] * (dims["V"] // block) < 512):
         block //= 2
     return {"block_v": block}
 
@@ -133,7 +137,7 @@ def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str
 DECODE = Op(
     name="kda.decode",
     doc="Kimi Delta Attention for one token of every request, state in place.",
-    dims=(Dim("B", 64, "requests"), *_HEADS, Dim("slots", 64, "slots of the state pool")),
+    dims=(Dim("B", 64, "requests", divisor=1), *_HEADS, Dim("slots", 64, "slots of the state pool", divisor=1)),
     knobs=(Knob("block_v", (8, 16, 32, 64, 128), 32, "value columns a program updates"),),
     options=(
         *_COMMON,

@@ -107,6 +107,7 @@ MATMUL = Op(
     limits=limits,
     constraints=constraints,
     heuristic=rule,
+    prepare_dims=common.narrow,
     cpu_dims={"M": 256, "N": 256, "K": 256},
     seeds=(
         {"block_m": 128, "block_n": 256, "block_k": 64, "num_warps": 8, "stages": 3},

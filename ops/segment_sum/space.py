@@ -90,5 +90,6 @@ SEGMENT_SUM = Op(
     peers=lambda: {"torch": _torch},
     limits=limits,
     heuristic=rule,
+    prepare_dims=common.narrow,
     cpu_dims={"T": 4096, "N": 32, "D": 256},
 )

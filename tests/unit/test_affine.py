@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -94,45 +95,90 @@ def test_what_is_proved_holds_in_every_program() -> None:
     assert proved > 40, "the generated kernels leave nothing to prove"
 
 
+Value = Callable[[Mapping[str, int]], int]
+Pair = tuple[Expr, Value]
+OPERATIONS: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[int, int], int]]] = {
+    "add": (lambda a, b: a + b, lambda a, b: a + b),
+    "sub": (lambda a, b: a - b, lambda a, b: a - b),
+    "mul": (lambda a, b: a * b, lambda a, b: a * b),
+    "min": (smaller, min),
+    "max": (larger, max),
+    "floordiv": (floordiv, lambda a, b: a // b),
+    "cdiv": (cdiv, lambda a, b: -(-a // b)),
+    "mod": (mod, lambda a, b: a % b),
+}
+
+
+def expression(draw: Any, symbols: list[Sym], depth: int) -> Pair:
+    """A random expression, and the function of the symbols that it stands for, in plain Python."""
+    if depth == 0 or draw(st.integers(0, 3)) == 0:
+        s, k, c = draw(st.sampled_from(symbols)), draw(st.integers(-3, 4)), draw(st.integers(-5, 9))
+        return Expr.of(s) * k + c, lambda dims: dims[s.name] * k + c
+    (a, f), (b, g) = expression(draw, symbols, depth - 1), expression(draw, symbols, depth - 1)
+    name = draw(st.sampled_from(list(OPERATIONS)))
+    if name in ("floordiv", "cdiv", "mod") and draw(st.integers(0, 4)):
+        n = draw(st.sampled_from([1, 2, 3, 4, 8]))
+        b, g = Expr.of(n), lambda dims: n
+    on_expr, on_int = OPERATIONS[name]
+    return on_expr(a, b), lambda dims: on_int(f(dims), g(dims))
+
+
 @settings(max_examples=300)
 @given(st.data())
-def test_bounds_of_expressions_hold(data: st.DataObject) -> None:
-    symbols = [Sym("a", 1, -3, 4), Sym("b", 2, 0, 6), Sym("c", 1, 2, 5), Sym("d", 3, -6, -3)]
-
-    def expression(depth: int) -> Expr:
-        if depth == 0 or data.draw(st.booleans()):
-            return Expr.of(data.draw(st.sampled_from(symbols))) * data.draw(st.integers(-3, 3)) + data.draw(
-                st.integers(-5, 5)
-            )
-        a, b = expression(depth - 1), expression(depth - 1)
-        return data.draw(
-            st.sampled_from(
-                [
-                    lambda: a + b,
-                    lambda: a - b,
-                    lambda: a * b,
-                    lambda: smaller(a, b),
-                    lambda: larger(a, b),
-                    lambda: floordiv(a, 3),
-                    lambda: cdiv(a, 2),
-                    lambda: mod(a, 4),
-                    lambda: floordiv(a, Expr.of(symbols[2])),
-                    lambda: cdiv(a, Expr.of(symbols[2])),
-                    lambda: mod(a, Expr.of(symbols[2])),
-                ]
-            )
-        )()
-
-    e = expression(3)
+def test_expressions_mean_what_python_means_and_their_bounds_hold(data: st.DataObject) -> None:
+    symbols = [Sym("a", 1, -3, 4), Sym("b", 2, 0, 6), Sym("c", 1, 2, 5), Sym("d", 8, -16, 16)]
+    e, value_of = expression(data.draw, symbols, 3)
     low, high = e.bounds()
     chosen = random.Random(0)
-    for _ in range(60):
+    for _ in range(40):
         dims = {s.name: chosen.choice([v for v in range(s.min, s.max + 1) if v % s.divisible_by == 0]) for s in symbols}
-        value = e.evaluate(dims)
+        try:
+            value = value_of(dims)
+        except ZeroDivisionError:
+            continue
+        assert e.evaluate(dims) == value
         assert low is None or low <= value
         assert high is None or value <= high
         assert not e.nonnegative() or value >= 0
-        assert e.divisor() == 0 == value or value % (e.divisor() or 1) == 0
+        assert value == 0 if e.divisor() == 0 else value % e.divisor() == 0
+
+
+def test_what_is_proved_of_expressions_holds_for_all_programs() -> None:
+    proved = 0
+
+    @settings(max_examples=400)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        nonlocal proved
+        tokens = Sym("T", data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([0, 4])), 12)
+        count = Sym("n", 1, data.draw(st.integers(-2, 1)), 3)
+        extents = [expression(data.draw, [tokens, count], 1)[0] for _ in range(2)]
+
+        @kernel(grid=lambda d, c: tuple(extents))
+        def empty(d, c):
+            pass
+
+        analysis = IndexAnalysis(empty.trace({"T": tokens, "n": count}))
+        programs = [Sym("@pid0"), Sym("@pid1")]
+        e, value_of = expression(data.draw, [tokens, count, *programs], 2)
+        if not analysis.proves_nonnegative(e):
+            return
+        proved += 1
+        for t in range(tokens.min, 13, tokens.divisible_by):
+            for n in range(count.min, 4):
+                try:
+                    grid = [range(x.evaluate({"T": t, "n": n})) for x in extents]
+                except ZeroDivisionError:
+                    continue
+                for p, q in itertools.product(*grid):
+                    try:
+                        value = value_of({"T": t, "n": n, "@pid0": p, "@pid1": q})
+                    except ZeroDivisionError:
+                        continue
+                    assert value >= 0, (e, t, n, p, q)
+
+    check()
+    assert proved > 60
 
 
 # -- what must be provable, or a backend would mask for nothing ---------------------------------------------------------

@@ -201,6 +201,7 @@ def grown(draw: Any, pool: list[Pair]) -> Pair:
         lambda: (a * a, u * u),
         lambda: (-a, -u),
         lambda: (abs(a), np.abs(u)),
+        lambda: (abs(a) + 1.0, np.abs(u) + 1),
         lambda: (minimum(a, c), np.minimum(u, c)),
         lambda: (maximum(a, b), np.maximum(u, v)),
         lambda: (where(a > b, a, c), np.where(u > v, u, c)),

@@ -126,6 +126,13 @@ def test_views_and_casts_that_change_nothing(lines: str) -> None:
     assert simplified(lines, "store o[%p, :] = %a") == ["store o[%p, :] = %v"]
 
 
+def test_permutations_compose_in_order() -> None:
+    lines = "%1: f32[1,2,4] = reshape %v\n%2: f32[2,4,1] = permute %1 axes=(1, 2, 0)\n"
+    lines += "%3: f32[2,1,4] = permute %2 axes=(0, 2, 1)\n"
+    lines += "%4: f32[4,2,1] = permute %3 axes=(2, 0, 1)\n%a: f32[8] = reshape %4"
+    assert simplified(lines, "store o[%p, :] = %a")[1] == "%1: f32[4,2,1] = permute %0 axes=(2, 1, 0)"
+
+
 def test_integer_tiles_lose_neutral_constants_and_floats_keep_them() -> None:
     lines = "%1: i32 = const 0\n%2: i32[8] = broadcast %1\n%3: i32[8] = add %k, %2\n%4: f32[8] = cast %3"
     assert simplified(lines, "store o[%p, :] = %4") == ["%0: f32[8] = cast %k", "store o[%p, :] = %0"]
@@ -213,6 +220,11 @@ def test_unused_ops_and_loads_go_and_effects_stay() -> None:
 %c: f32[8] = loop %i in %p .. %s carry(%d = %b):
   %e: f32[8] = neg %d
   yield %e
+%t: i1 = lt %p, %s
+loop %q in %p .. %s:
+  when %t:
+    %g: f32[8] = load x[%q, :]
+  yield
 loop %j in %p .. %s:
   store m[%j] = %j
   yield"""

@@ -32,13 +32,12 @@ def dim_text(expr: Expr, wide: bool = False) -> str:
     symbol = (lambda n: f"{n}.to(tl.int64)") if wide else (lambda n: n)
 
     def call(op: str, a: str, b: str) -> str:
-        if op == "floordiv":
-            return f"(({a}) // ({b}))"
+        if op in ("min", "max"):
+            return f"tl.{op}imum({a}, {b})"
         if op == "cdiv":
-            return f"((({a}) + ({b}) - 1) // ({b}))"
-        if op == "mod":
-            return f"(({a}) % ({b}))"
-        return f"tl.{'minimum' if op == 'min' else 'maximum'}({a}, {b})"
+            more = f"{_atom(a)} + {int(b) - 1}" if b.isdigit() else f"{_atom(a)} + {_atom(b)} - 1"
+            return f"(({more}) // {_atom(b)})"
+        return f"({_atom(a)} {'//' if op == 'floordiv' else '%'} {_atom(b)})"
 
     return expr.render(symbol, call)
 
@@ -127,7 +126,7 @@ class AccessPrinter:
             position = affine(self.op.operands[index.start], self.kernel)
             if position.constant != 0:
                 terms.append((self.text(index.start), position, stride))
-        parts: list[str] = []
+        parts: list[_Term] = []
         text, value, unit, wide = "", Expr.of(0), Expr.of(1), False
         for number, (name, position, stride) in enumerate(terms):
             known = position.constant
@@ -135,45 +134,47 @@ class AccessPrinter:
             ratio = _quotient(unit, stride) if number else None
             if ratio is None:
                 if number:
-                    parts.append(_scaled(text, value, unit, wide))
+                    parts.append(_Term(_scaled(text, value, unit, wide), value * unit, wide))
                 text, value, wide = piece, position, _exceeds(position)
             else:
                 left = _atom(text)
                 if not wide and _exceeds(value * ratio + position):
-                    wide, left = True, f"{left}.to(tl.int64)"
+                    wide = True
+                    if not left.isdigit():
+                        left = f"{left}.to(tl.int64)"
+                    elif not piece.isdigit():
+                        piece = f"{piece}.to(tl.int64)"
                 value = value * ratio + position
                 text = f"{left} * {_factor(ratio, wide)} + {piece}" if ratio.constant != 1 else f"{left} + {piece}"
             unit = stride
         if not terms:
             return None
-        parts.append(_scaled(text, value, unit, wide))
-        return " + ".join(parts)
+        parts.append(_Term(_scaled(text, value, unit, wide), value * unit, wide))
+        return " + ".join(_summed(parts))
 
     def tile_offsets(self) -> list[str]:
         """Terms of the offset that differ within the tile: 32 bits where they provably fit."""
-        terms: list[str] = []
+        gather = next((a.first for a in self.axes if a.index.kind == "tile"), 0)
+        terms: list[_Term] = []
         for axis, stride in zip(self.axes, self.tensor.stride_exprs(), strict=True):
             index = axis.index
             if index.kind == "tile" and index.start is not None:
                 v = self.op.operands[index.start]
-                first = next(a for a in self.axes if a.index.kind == "tile").first
-                lanes = self._expand(_atom(self.text(index.start)), list(range(first, first + len(v.shape))))
-                wide = True
+                lanes = self._expand(_atom(self.text(index.start)), list(range(gather, gather + len(v.shape))))
+                last, wide = Expr.of(INT32_MAX), True
             elif axis.rank:
                 lanes = self.lanes(axis)
                 size = 1
                 for extent in index.shape:
                     size *= pow2(extent)
-                wide = _exceeds(stride * size)
+                last, wide = Expr.of(size - 1), _exceeds(stride * (size - 1))
             else:
                 continue
-            if stride.constant == 1:
-                terms.append(f"{_sum(lanes)}.to(tl.int64)" if wide and index.kind == "tile" else lanes)
-            elif wide:
-                terms.append(f"{_sum(lanes)}.to(tl.int64) * {_factor(stride, wide=_exceeds(stride))}")
-            else:
-                terms.append(f"{_sum(lanes)} * {_factor(stride)}")
-        return terms
+            text = f"{_group(lanes)}.to(tl.int64)" if wide else lanes
+            if stride.constant != 1:
+                text = f"{_group(text)} * {_factor(stride, wide=_exceeds(stride))}"
+            terms.append(_Term(text, last * stride, wide))
+        return _summed(terms)
 
     def masks(self, tensor_bounds_checked: bool = False) -> list[str]:
         """Conditions that every touched element must satisfy. Padding lanes and rows past `end` are left out.
@@ -234,7 +235,9 @@ class AccessPrinter:
                 for extent in index.shape:
                     size *= extent
                 block.append(size if index.kind == "span" else 1)
-                corner.append(self.text(index.start))
+                start = self.text(index.start)
+                narrow = self.op.operands[index.start].dtype.bits <= 32
+                corner.append(start if narrow else f"{_atom(start)}.to(tl.int32)")
         return tuple(block), corner
 
     def descriptor_reason(self) -> str | None:
@@ -261,6 +264,26 @@ class AccessPrinter:
         if self.op.opcode == "store" and self.masks(tensor_bounds_checked=True):
             return "a descriptor store clips only at the tensor's end, not at the span's"
         return None
+
+
+@dataclass
+class _Term:
+    """A term of an offset: its text, its value as far as it is known, and whether it is computed in 64 bits."""
+
+    text: str
+    value: Expr
+    wide: bool
+
+
+def _summed(terms: list[_Term]) -> list[str]:
+    """The texts in an order in which no partial sum overflows: 64-bit terms first; one is made if the sum needs it."""
+    terms = [_Term(t.text, t.value, t.wide or _exceeds(t.value)) for t in terms]
+    terms.sort(key=lambda t: not t.wide)
+    if len(terms) > 1 and not terms[0].wide and _exceeds(sum((t.value for t in terms), Expr.of(0))):
+        first = next((t for t in terms if t.value.constant is None or not t.text.isdigit()), terms[0])
+        terms.remove(first)
+        terms.insert(0, _Term(f"{_atom(first.text)}.to(tl.int64)", first.value, True))
+    return [t.text for t in terms]
 
 
 def _exceeds(expr: Expr) -> bool:
@@ -319,9 +342,5 @@ def _closed(text: str) -> bool:
     return True
 
 
-def _sum(text: str) -> str:
-    return f"({text})" if " + " in text else text
-
-
 def _group(text: str) -> str:
-    return f"({text})" if " + " in text else text
+    return f"({text})" if " + " in text and not (text.startswith("(") and _closed(text)) else text

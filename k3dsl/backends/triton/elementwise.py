@@ -73,7 +73,8 @@ HELPERS = {
 def _log1p(x):
     # log(u) * x / (u - 1) undoes the rounding of u = 1 + x
     u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+    plain = (u == 1.0) | (u == float("inf"))
+    return tl.where(plain, x, tl.log(u) * (x / tl.where(plain, 1.0, u - 1.0)))
 """,
     "_softplus": """
 @triton.jit
@@ -114,12 +115,30 @@ def _exp2_neg(x):
     "_max": """
 @triton.jit
 def _max(a, b):
-    return tl.maximum(a, b)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 """,
     "_min": """
 @triton.jit
 def _min(a, b):
-    return tl.minimum(a, b)
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+""",
+    "_argmax": """
+@triton.jit
+def _argmax(a, i, b, j):
+    # NaN is above everything, the lower position wins a tie
+    more = (a > b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    left = more | (same & (i < j))
+    return tl.where(left, a, b), tl.where(left, i, j)
+""",
+    "_argmin": """
+@triton.jit
+def _argmin(a, i, b, j):
+    # NaN is below everything, the lower position wins a tie
+    less = (a < b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    left = less | (same & (i < j))
+    return tl.where(left, a, b), tl.where(left, i, j)
 """,
     "_mul": """
 @triton.jit
@@ -158,13 +177,15 @@ def infix(opcode: str) -> str | None:
 
 
 def call_text(opcode: str, arg: str, approx: bool, asm: bool) -> tuple[str, bool]:
-    """Text of a unary float function, and whether it is an atom (needs no parentheses).
+    """Text of a unary float function of an atom, and whether it is an atom itself (needs no parentheses).
 
     asm: the target takes inline PTX; without it the exact form is used.
     """
     template = _CALLS[opcode]
     if approx and asm and opcode in _APPROXIMATE:
         template = _APPROXIMATE[opcode]
+    if template.endswith("({})") and arg.startswith("(") and not arg.startswith("(-float"):
+        arg = arg[1:-1]  # an atom in parentheses is closed
     return template.format(arg), not template.startswith("1.0 /")
 
 
@@ -172,7 +193,8 @@ def minmax(opcode: str, dtype: DType, a: str, b: str) -> str:
     """NaN in either operand gives NaN."""
     name = "tl.maximum" if opcode == "max" else "tl.minimum"
     nan = ", propagate_nan=tl.PropagateNan.ALL" if dtype.is_float else ""
-    return f"{name}({a}, {b}{nan})"
+    text = f"{name}({a}, {b}{nan})"
+    return f"{text}.to(tl.bfloat16)" if dtype.name == "bf16" else text  # Triton 3.6 gives fp32
 
 
 def needs_f32(opcode: str, dtype: DType) -> bool:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from k3dsl.backends.base import Reason
 from k3dsl.backends.triton.access import AccessPrinter, pow2
+from k3dsl.backends.triton.printer import RESERVED
 from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.ir.graph import Kernel, walk
+from k3dsl.ir.types import bf16, f16, f32, f64, i32, i64
 from k3dsl.targets import Target
 
 MAX_TILE = 1 << 20
 MIN_DOT_K = {64: 4, 32: 8, 16: 16, 8: 32}
+_ATOMIC = (f16, bf16, f32, f64, i32, i64)
+_COMBINE = (
+    "a {} with its own combine over {} elements: tiles are padded to a power of two, and no neutral element is known; use an "
+    "extent that is a power of two"
+)
 
 
 def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reason]:
@@ -29,6 +36,7 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
         reasons.append(
             Reason("threads", f"{schedule.num_warps} warps of {target.warp_size} exceed {limit} threads a program")
         )
+    reasons += _names(kernel)
     for op in walk(kernel.body):
         for v in op.results:
             size = 1
@@ -43,6 +51,15 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
                 reasons.append(
                     Reason("dot_k", f"a {a.dtype} dot needs an inner extent of at least {least}, got {a.shape[-1]}", op.loc)
                 )
+            if a.dtype == f32 and target.vendor == "amd" and op.attrs["precision"] == "tf32x3":
+                reasons.append(Reason("precision", "AMD targets have no tf32x3 products; use ieee or tf32", op.loc))
+        if op.opcode in ("reduce", "scan") and op.regions:
+            n = op.operands[0].shape[op.attrs["axis"]]
+            if pow2(n) != n and (op.opcode == "reduce" or op.attrs.get("reverse")):
+                reasons.append(Reason("combine", _COMBINE.format(op.opcode, n), op.loc))
+        if op.opcode == "atomic_add" and kernel.tensor(op.attrs["tensor"]).dtype not in _ATOMIC:
+            dtype = kernel.tensor(op.attrs["tensor"]).dtype
+            reasons.append(Reason("atomic_dtype", f"Triton has no atomic add of {dtype}", op.loc))
         if op.index and op.attrs["tensor"] in schedule.descriptors:
             if target.vendor == "amd":
                 reasons.append(Reason("descriptor", "tensor descriptors are used on NVIDIA targets only", op.loc))
@@ -57,4 +74,16 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
                 reasons.append(
                     Reason("reshape", f"cannot regroup {list(before)} to {list(after)}: not powers of two", op.loc)
                 )
+    return reasons
+
+
+def _names(kernel: Kernel) -> list[Reason]:
+    """Parameters keep their names in generated code, so these must be free there, and differ from each other."""
+    names = [t.name for t in kernel.tensors] + [s.name for s in kernel.dims] + [s.name for s in kernel.scalars]
+    reasons = []
+    for name in dict.fromkeys([kernel.name, *names]):
+        if name in RESERVED or not name.isidentifier():
+            reasons.append(Reason("name", f"the name {name!r} means something else in generated Triton; rename it", kernel.source))
+        elif names.count(name) > 1:
+            reasons.append(Reason("name", f"{name!r} is the name of two parameters or dims; rename one", kernel.source))
     return reasons

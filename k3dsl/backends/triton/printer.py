@@ -5,8 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 
-from k3dsl.backends.triton.access import AccessPrinter, _atom, dim_text, pow2
+from k3dsl.backends.triton.access import AccessPrinter, _atom, _closed, _exceeds, dim_text, pow2
 from k3dsl.backends.triton.elementwise import HELPERS, TL_DTYPES, call_text, infix, literal, minmax, needs_f32
+from k3dsl.backends.triton.reductions import ReductionPrinter
 from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel, Op, Region, Value, walk
@@ -14,12 +15,12 @@ from k3dsl.ir.opset import BINARY, BITWISE, COMPARE, UNARY_FLOAT
 from k3dsl.ir.types import f32
 
 MAX_INLINE = 88
-_RESERVED = frozenset({"tl", "triton", "range", "float", "int", "min", "max", "sum", "abs", *keyword.kwlist})
+RESERVED = frozenset({"tl", "triton", "float", *HELPERS, *keyword.kwlist})
+"""Names that mean something else in a generated module. Names of parameters cannot be changed, so legality refuses them."""
 ELEMENTWISE = frozenset({*COMPARE, *BITWISE, *BINARY, "where"})
-_IDENTITY = {"sum": "0", "prod": "1", "max": '-float("inf")', "min": 'float("inf")', "any": "False", "all": "True"}
 
 
-class Printer:
+class Printer(ReductionPrinter):
     """State of one printing: names in use, indentation, helpers needed."""
 
     def __init__(self, kernel: Kernel, schedule: TritonSchedule, asm: bool) -> None:
@@ -28,7 +29,7 @@ class Printer:
         self.asm = asm
         self.lines: list[str] = []
         self.depth = 1
-        self.used: set[str] = set(_RESERVED)
+        self.used: set[str] = set(RESERVED)
         self.helpers: dict[str, str] = {}
         self.text_of: dict[int, str] = {}
         self.atomic: set[int] = set()
@@ -43,6 +44,7 @@ class Printer:
         self.descriptors: dict[tuple[str, tuple[int, ...]], str] = {}
         self.last_loc: str | None = None
         self._count(kernel.body)
+        self._count_through_broadcasts(kernel.body)
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -58,9 +60,20 @@ class Printer:
                 self.home[id(v)] = region
             for inner in op.regions:
                 self._count(inner)
+        several = len(region.yields) > 1
         for v in region.yields:
+            # of several yielded values each gets a name, so that all exist before the first carry changes
             self.yields.add(id(v))
-            self.uses[id(v)] = self.uses.get(id(v), 0) + 2  # a yielded value gets a name of its own
+            self.uses[id(v)] = self.uses.get(id(v), 0) + (2 if several else 1)
+            self.user_region.setdefault(id(v), set()).add(id(region))
+
+    def _count_through_broadcasts(self, region: Region) -> None:
+        """A broadcast that is absorbed by its users stands for its operand in each of them."""
+        for op in reversed(list(walk(region))):
+            if op.opcode == "broadcast":
+                v = op.operands[0]
+                self.uses[id(v)] += max(0, self.uses.get(id(op.result), 0) - 1)
+                self.user_region[id(v)] |= self.user_region.get(id(op.result), set())
 
     def name(self, wish: str | None, fallback: str = "t") -> str:
         base = "".join(ch if ch.isalnum() or ch == "_" else "_" for ch in (wish or fallback)) or fallback
@@ -155,7 +168,7 @@ class Printer:
                 name = self.name(f"{tensor.name}_desc")
                 self.descriptors[tensor.name, block] = name
                 shape = ", ".join(dim_text(e) for e in tensor.shape)
-                strides = ", ".join(dim_text(e) for e in tensor.stride_exprs())
+                strides = ", ".join(dim_text(e, wide=_exceeds(e)) for e in tensor.stride_exprs())
                 self.line(
                     f"{name} = tl.make_tensor_descriptor({tensor.name}, [{shape}], [{strides}], {list(block)})", op.loc
                 )
@@ -182,25 +195,29 @@ class Printer:
         code = op.opcode
         dtype = op.operands[0].dtype
         args = [self._operand(v, op) for v in op.operands]
+        bare = [_bare(v) or (_literal(v) and _absorbs(op)) for v in op.operands]
+        if all(bare):  # Triton would compute with Python's numbers
+            args[0], bare[0] = self.held(op.operands[0]), False
         narrow = needs_f32(code, dtype)
         if narrow:
-            args = [f"{a}.to(tl.float32)" for a in args]
+            args = [a if number else f"{a}.to(tl.float32)" for a, number in zip(args, bare, strict=True)]
         atomic = False
         if code in UNARY_FLOAT:
             source = op.operands[0].op
-            if code == "exp2" and self.asm and not narrow and source is not None and source.opcode == "neg":
+            if code == "exp2" and self.asm and dtype == f32 and source is not None and source.opcode == "neg":
                 text, atomic = f"{self.helper('_exp2_neg')}({self.text(source.operands[0])})", True
             else:
-                text, atomic = call_text(code, args[0], bool(op.attrs.get("approx")), self.asm)
+                approximate = bool(op.attrs.get("approx")) and dtype.bits <= f32.bits
+                text, atomic = call_text(code, args[0], approximate, self.asm)
                 for name in HELPERS:
                     if f"{name}(" in text:
                         self.helper(name)
         elif code in ("min", "max"):
-            text, atomic = minmax(code, dtype, self._operand_text(op.operands[0], op), self._operand_text(op.operands[1], op)), True
+            text, atomic = minmax(code, dtype, _open(args[0]), _open(args[1])), True
         elif code == "neg":
             text = f"-{args[0]}"
         elif code == "abs":
-            text, atomic = f"tl.abs({self._operand_text(op.operands[0], op)})", True
+            text, atomic = f"tl.abs({_open(args[0])})", True
         elif code == "not":
             text = f"~{args[0]}" if not dtype.is_bool else f"{args[0]} == 0"
         else:
@@ -212,15 +229,18 @@ class Printer:
             text, atomic = f"{_atom(text) if not atomic else text}.to({TL_DTYPES[dtype.name]})", True
         self.bind(op, text, atomic=atomic, zero=self._keeps_zero(op))
 
-    def _operand_text(self, v: Value, op: Op) -> str:
-        t = self._operand(v, op)
-        return t[1:-1] if t.startswith("(") and _atom(t[1:-1]) == t else t
+    def held(self, v: Value) -> str:
+        """The value as a Triton tensor, where a bare number would not do."""
+        return f"tl.full([], {self.text(v)}, {TL_DTYPES[v.dtype.name]})" if _bare(v) else self.text(v)
 
     def _keeps_zero(self, op: Op) -> bool:
-        return op.opcode in ("neg", "abs") and id(op.operands[0]) in self.zero_padded
+        """True when padding that is 0 in every operand is 0 in the result."""
+        return op.opcode in ("neg", "abs", "mul", "add", "sub", "min", "max") and all(
+            id(v) in self.zero_padded for v in op.operands
+        )
 
     def op_where(self, op: Op) -> None:
-        c, a, b = (self._operand_text(v, op) for v in op.operands)
+        c, a, b = (_open(self._operand(v, op)) for v in op.operands)
         dtype = op.result.dtype
         if all(_literal(v) for v in op.operands[1:]) and dtype.name not in ("f32", "i32"):
             a = f"tl.full([], {a}, {TL_DTYPES[dtype.name]})"
@@ -229,10 +249,9 @@ class Printer:
     def op_cast(self, op: Op) -> None:
         v, dtype = op.operands[0], op.attrs["dtype"]
         if dtype.is_bool:
-            text = f"{self.atom(v)} != 0"
-            self.bind(op, text)
+            self.bind(op, f"{self.atom(v)} != 0")
             return
-        text = f"{self.atom(v)}.to({TL_DTYPES[dtype.name]})"
+        text = f"{self.held(v) if _bare(v) else self.atom(v)}.to({TL_DTYPES[dtype.name]})"
         self.bind(op, text, atomic=True, zero=id(v) in self.zero_padded)
 
     # ---- constants and shapes ----------------------------------------------------------------------------------------
@@ -240,6 +259,9 @@ class Printer:
     def op_const(self, op: Op) -> None:
         v = op.result
         text = literal(op.attrs["value"], v.dtype)
+        if v.shape:
+            self.bind(op, f"tl.full({[pow2(n) for n in v.shape]}, {text}, {TL_DTYPES[v.dtype.name]})", atomic=True)
+            return
         self.text_of[id(v)] = text if not text.startswith("-") else f"({text})"
         self.atomic.add(id(v))
 
@@ -261,8 +283,10 @@ class Printer:
     def op_assume(self, op: Op) -> None:
         v = op.operands[0]
         n = op.attrs["divisible_by"]
-        text = f"tl.multiple_of({self.text(v)}, {n})" if n > 1 else self.text(v)
-        self.bind(op, text, atomic=True)
+        if n > 1 and not _bare(v):
+            self.bind(op, f"tl.multiple_of({self.text(v)}, {n})", atomic=True)
+        else:
+            self.bind(op, self.text(v), atomic=id(v) in self.atomic)
 
     def op_broadcast(self, op: Op) -> None:
         v, shape = op.operands[0], op.result.shape
@@ -313,15 +337,7 @@ class Printer:
         elif shape == ():
             self.bind(op, f"tl.sum(tl.reshape({self.text(v)}, [{v.type.size}]), 0)", atomic=True)
         else:
-            self.bind(op, self._reshaped(v, shape), atomic=True, zero=zero)
-
-    def _reshaped(self, v: Value, shape: tuple[int, ...]) -> str:
-        """Axes of extent 1 are inserted by indexing: a reshape to them would cost a layout of its own."""
-        dense = [pow2(n) for n in shape if n != 1]
-        if len(dense) == len(shape) or not dense:
-            return f"tl.reshape({self.text(v)}, {[pow2(n) for n in shape]})"
-        keys = ", ".join("None" if n == 1 else ":" for n in shape)
-        return f"tl.reshape({self.text(v)}, {dense})[{keys}]"
+            self.bind(op, f"tl.reshape({self.text(v)}, {padded})", atomic=True, zero=zero)
 
     def op_permute(self, op: Op) -> None:
         v, axes = op.operands[0], op.attrs["axes"]
@@ -331,130 +347,14 @@ class Printer:
         else:
             self.bind(op, f"tl.permute({self.text(v)}, {tuple(axes)})", atomic=True, zero=zero)
 
-    # ---- reductions, scans, products ---------------------------------------------------------------------------------
-
-    def _axis_iota(self, shape: tuple[int, ...], axis: int) -> str:
-        text = f"tl.arange(0, {pow2(shape[axis])})"
-        if len(shape) == 1:
-            return text
-        return f"{text}[{', '.join(':' if k == axis else 'None' for k in range(len(shape)))}]"
-
-    def _masked(self, v: Value, axis: int, fill: str) -> str:
-        """The operand with padding lanes along `axis` replaced by a neutral value."""
-        n = v.shape[axis]
-        if pow2(n) == n or (fill == "0" and id(v) in self.zero_padded):
-            return self.text(v)
-        if not v.dtype.is_float and "inf" in fill:
-            limit = 2 ** (v.dtype.bits - 1)
-            fill = str(-limit) if fill.startswith("-") else str(limit - 1)
-        return f"tl.where({self._axis_iota(v.shape, axis)} < {n}, {self.text(v)}, {fill})"
-
-    def op_reduce(self, op: Op) -> None:
-        axis, kind, keep = op.attrs["axis"], op.attrs.get("kind"), op.attrs.get("keepdim")
-        if kind is None:
-            self._combined(op, "tl.reduce")
-            return
-        x = self._masked(op.operands[0], axis, _IDENTITY[kind])
-        end = f", axis={axis}" + (", keep_dims=True" if keep else "")
-        if kind in ("sum", "max", "min"):
-            text = f"tl.{kind}({x}{end})"
-            if op.operands[0].dtype.bits == 16 and kind == "sum":
-                text = f"tl.sum({x}.to(tl.float32){end}).to({TL_DTYPES[op.result.dtype.name]})"
-        else:
-            fn = self.helper({"prod": "_mul", "any": "_or", "all": "_and"}[kind])
-            text = f"tl.reduce({x}, {axis}, {fn}" + (", keep_dims=True)" if keep else ")")
-        self.bind(op, text, atomic=True)
-
-    def op_argmax(self, op: Op) -> None:
-        fill = _IDENTITY["max" if op.opcode == "argmax" else "min"]
-        x = self._masked(op.operands[0], op.attrs["axis"], fill)
-        keep = ", keep_dims=True" if op.attrs.get("keepdim") else ""
-        self.bind(op, f"tl.{op.opcode}({x}, axis={op.attrs['axis']}, tie_break_left=True{keep})", atomic=True)
-
-    op_argmin = op_argmax
-
-    def op_scan(self, op: Op) -> None:
-        axis, kind, reverse = op.attrs["axis"], op.attrs.get("kind"), bool(op.attrs.get("reverse"))
-        if kind is None:
-            self._combined(op, "tl.associative_scan")
-            return
-        v = op.operands[0]
-        x = self._masked(v, axis, _IDENTITY[kind]) if reverse else self.text(v)
-        end = f", axis={axis}" + (", reverse=True" if reverse else "")
-        if kind in ("sum", "prod"):
-            self.bind(op, f"tl.cum{kind}({x}{end})", atomic=True)
-        else:
-            fn = self.helper(f"_{kind}")
-            self.bind(op, f"tl.associative_scan({x}, {axis}, {fn}, reverse={reverse})", atomic=True)
-
-    def _combined(self, op: Op, call: str) -> None:
-        """A reduction or scan with its own combine, printed as a module-level function."""
-        axis, region = op.attrs["axis"], op.regions[0]
-        for v in op.operands:
-            if pow2(v.shape[axis]) != v.shape[axis] and (call == "tl.reduce" or op.attrs.get("reverse")):
-                raise LegalityError(
-                    f"{op.opcode} with its own combine over {v.shape[axis]} elements: the Triton backend pads to a "
-                    "power of two and knows no neutral element",
-                    where=op.loc,
-                    fix="use an extent that is a power of two",
-                )
-        name = self.name(f"_combine_{self.kernel.name}")
-        inner = Printer(Kernel(name, [], [], [], (), region), self.schedule, self.asm)
-        for v in region.args:
-            inner.text_of[id(v)] = inner.name(v.name, "x")
-            inner.atomic.add(id(v))
-        names = ", ".join(inner.text_of[id(v)] for v in region.args)
-        inner.region(region)
-        outs = ", ".join(inner.text(v) for v in region.yields)
-        body = "\n".join([*inner.lines, f"    return {outs}"])
-        self.helpers.update(inner.helpers)
-        self.helper(name, f"\n@triton.jit\ndef {name}({names}):\n{body}\n")
-        tiles = ", ".join(self.text(v) for v in op.operands)
-        tiles = f"({tiles})" if len(op.operands) > 1 else tiles
-        extra = f", reverse={bool(op.attrs.get('reverse'))}" if call != "tl.reduce" else ""
-        if call == "tl.reduce" and op.attrs.get("keepdim"):
-            extra = ", keep_dims=True"
-        targets = [self.name(v.name) for v in op.results]
-        self.line(f"{', '.join(targets)} = {call}({tiles}, {axis}, {name}{extra})", op.loc)
-        for v, t in zip(op.results, targets, strict=True):
-            self.text_of[id(v)] = t
-            self.atomic.add(id(v))
-
-    def op_select(self, op: Op) -> None:
-        v, axis, position = op.operands[0], op.attrs["axis"], op.attrs["position"]
-        if v.shape[axis] == 1:
-            shape = [pow2(n) for k, n in enumerate(v.shape) if k != axis]
-            text = f"tl.reshape({self.text(v)}, {shape})" if shape else f"tl.sum({self.text(v)}, axis=0)"
-            self.bind(op, text, atomic=True)
-            return
-        if v.dtype.is_bool:
-            chosen = f"tl.where({self._axis_iota(v.shape, axis)} == {position}, {self.text(v)}.to(tl.int32), 0)"
-            self.bind(op, f"tl.sum({chosen}, axis={axis}) != 0")
-            return
-        # -0.0 is the neutral element of an fp sum, so the select costs no addition
-        zero = "-0.0" if v.dtype.is_float else "0"
-        chosen = f"tl.where({self._axis_iota(v.shape, axis)} == {position}, {self.text(v)}, {zero})"
-        self.bind(op, f"tl.sum({chosen}, axis={axis})", atomic=True)
-
-    def op_dot(self, op: Op) -> None:
-        a, b = op.operands[0], op.operands[1]
-        n = a.type.rank
-        left, right = self._masked(a, n - 1, "0"), self._masked(b, n - 2, "0")
-        parts = [left, right]
-        if len(op.operands) == 3:
-            parts.append(self.text(op.operands[2]))
-        if a.dtype == f32:
-            parts.append(f'input_precision="{op.attrs["precision"]}"')
-        self.bind(op, f"tl.dot({', '.join(parts)})", atomic=True)
-
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _access(self, op: Op) -> AccessPrinter:
         tensor = self.kernel.tensor(op.attrs["tensor"])
         return AccessPrinter(op, tensor, self.kernel, lambda slot: self.text(op.operands[slot]), self.share)
 
-    def _mask_text(self, masks: list[str], rank: int) -> str:
-        return " & ".join(masks) if len(masks) > 1 else masks[0][1:-1] if masks[0].startswith("((") else masks[0]
+    def _mask_text(self, masks: list[str]) -> str:
+        return " & ".join(masks) if len(masks) > 1 else _open(masks[0])
 
     def op_load(self, op: Op) -> None:
         access = self._access(op)
@@ -469,13 +369,13 @@ class Printer:
                 text = f"tl.reshape({text}, {shape})" if shape else f"tl.sum(tl.reshape({text}, [1]), 0)"
             masks = access.masks(tensor_bounds_checked=not other)
             if masks:
-                text = f"tl.where({self._mask_text(masks, access.rank)}, {text}, {literal(other, dtype)})"
+                text = f"tl.where({self._mask_text(masks)}, {text}, {literal(other, dtype)})"
             self.bind(op, text, atomic=True, inline=False, zero=not other, fallback=f"{access.tensor.name}_tile")
             return
         masks = access.masks()
         text = f"tl.load({access.pointer()}"
         if masks:
-            text += f", mask={self._mask_text(masks, access.rank)}, other={literal(other, dtype)}"
+            text += f", mask={self._mask_text(masks)}, other={literal(other, dtype)}"
         text += ")"
         if dtype.is_bool:
             text = f"{text} != 0"
@@ -494,12 +394,16 @@ class Printer:
         if access.tensor.name in self.schedule.descriptors:
             block, corner = access.descriptor_block()
             name = self.descriptors[access.tensor.name, block]
-            if list(block) != [pow2(n) for n in access.shape]:
+            if v.op is not None and v.op.opcode == "broadcast" and v.op.operands[0].shape == ():
+                value = f"tl.full({list(block)}, {value}, {TL_DTYPES[v.dtype.name]})"
+            elif not access.rank:
+                value = f"tl.full({list(block)}, {value}, {TL_DTYPES[v.dtype.name]})"
+            elif list(block) != [pow2(n) for n in access.shape]:
                 value = f"tl.reshape({value}, {list(block)})"
             self.line(f"{name}.store([{', '.join(corner)}], {value})", op.loc)
             return
         masks = access.masks()
-        mask = f", mask={self._mask_text(masks, access.rank)}" if masks else ""
+        mask = f", mask={self._mask_text(masks)}" if masks else ""
         call = "tl.store" if op.opcode == "store" else "tl.atomic_add"
         order = ', sem="relaxed"' if op.opcode == "atomic_add" else ""
         self.line(f"{call}({access.pointer()}, {value}{mask}{order})", op.loc)
@@ -513,10 +417,7 @@ class Printer:
         index, carries = region.args[0], region.args[1:]
         names = [self.name(v.name, "carry") for v in carries]
         for name, v, initial in zip(names, carries, op.operands[2:], strict=True):
-            text = self.text(initial)
-            if initial.shape == () and initial.op is not None and initial.op.opcode == "const":
-                text = f"tl.full([], {text}, {TL_DTYPES[initial.dtype.name]})"
-            self.line(f"{name} = {text}", op.loc)
+            self.line(f"{name} = {self.held(initial)}", op.loc)
             self.text_of[id(v)] = name
             self.atomic.add(id(v))
         start, stop, step = self.text(op.operands[0]), self.text(op.operands[1]), op.attrs["step"]
@@ -524,22 +425,28 @@ class Printer:
         stages = self.schedule.stages.get(label, 1) if label else 1
         i = self.name(index.name, "i")
         if op.attrs.get("reverse"):
-            k = self.name(f"{i}_back")
-            trips = f"({_atom(stop)} - {_atom(start)} + {step - 1}) // {step}" if step > 1 else f"{_atom(stop)} - {_atom(start)}"
-            trips_name = self.name(f"{i}_trips")
-            self.line(f"{trips_name} = {trips}")
-            self.line(f"for {k} in tl.range(0, {trips_name}, num_stages={stages}):", op.loc)
+            # Triton runs forwards only
+            trips = _atom(stop) if start == "0" else f"{_atom(stop)} - {_atom(start)}"
+            if step > 1:
+                trips = f"({trips} + {step - 1}) // {step}"
+            if not trips.isalnum():
+                trips, text = self.name(f"{i}_trips"), trips
+                self.line(f"{trips} = {text}", op.loc)
+            back = self.name(f"{i}_back")
+            self.line(f"for {back} in tl.range(0, {trips}, num_stages={stages}):", op.loc)
             self.depth += 1
-            self.line(f"{i} = {_atom(start)} + ({trips_name} - 1 - {k}) * {step}")
+            at = f"{trips} - 1 - {back}" if step == 1 else f"({trips} - 1 - {back}) * {step}"
+            self.line(f"{i} = {at}" if start == "0" else f"{i} = {_atom(start)} + ({at})")
         else:
             by = f", {step}" if step != 1 else ""
             self.line(f"for {i} in tl.range({start}, {stop}{by}, num_stages={stages}):", op.loc)
             self.depth += 1
         self.text_of[id(index)] = i
         self.atomic.add(id(index))
+        before = len(self.lines)
         self.region(region)
         self._yield(region, names, carries)
-        if not region.ops and not carries:
+        if len(self.lines) == before:
             self.line("pass")
         self.depth -= 1
         for v, name in zip(op.results, names, strict=True):
@@ -547,7 +454,7 @@ class Printer:
             self.atomic.add(id(v))
 
     def _yield(self, region: Region, names: list[str], carries: list[Value]) -> None:
-        texts = [self.text(v) for v in region.yields]
+        texts = [self.held(v) for v in region.yields]
         if len(names) > 1:
             # all new values exist before the first carry changes
             for k, (v, text) in enumerate(zip(region.yields, texts, strict=True)):
@@ -570,11 +477,19 @@ class Printer:
         self.depth -= 1
 
 
-def _literal(v: Value) -> bool:
+def _open(text: str) -> str:
+    """The text without parentheses around all of it."""
+    return text[1:-1] if text.startswith("(") and _closed(text) else text
+
+
+def _bare(v: Value) -> bool:
     """True when the value is printed as a bare number."""
-    if v.op is not None and v.op.opcode == "broadcast":
-        v = v.op.operands[0]
-    return v.op is not None and v.op.opcode == "const"
+    return v.op is not None and v.op.opcode == "const" and v.shape == ()
+
+
+def _literal(v: Value) -> bool:
+    """True when the value is a number, or one number everywhere."""
+    return _bare(v.op.operands[0] if v.op is not None and v.op.opcode == "broadcast" else v)
 
 
 def _absorbs(op: Op) -> bool:
