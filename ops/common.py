@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -39,15 +40,13 @@ def traced(
     return simplify(kernel.trace(dims, knobs, tensors))
 
 
-def specs(dtypes: Mapping[str, DType | None], strides: Strides) -> dict[str, DType | TensorSpec | None]:
-    """What each tensor is: its dtype, with its strides where the caller's tensor is not contiguous."""
-    strides = strides or {}
-    return {n: TensorSpec(t, strides[n]) if t is not None and n in strides else t for n, t in dtypes.items()}
+def spec_of(strides: Strides) -> Callable[[str, DType], DType | TensorSpec]:
+    """What a tensor of a name is: its dtype, with its strides where the caller's tensor is not contiguous."""
+    known = strides or {}
+    return lambda name, dtype: TensorSpec(dtype, known[name]) if name in known else dtype
 
 
-def schedule(
-    launch: str, backend: str, schedules: Schedules, default: Mapping[str, Any]
-) -> TritonSchedule | None:
+def schedule(launch: str, backend: str, schedules: Schedules, default: Mapping[str, Any]) -> TritonSchedule | None:
     """The launch's schedule: the default with the caller's fields over it; stages are replaced label by label."""
     if backend == "torch":
         return None
@@ -70,7 +69,9 @@ def one_launch(
     default: Mapping[str, Any],
 ) -> Plan:
     """The plan of an op that is one launch, labelled like its kernel. Options and knobs are what the kernel calls `c`."""
-    ir = traced(kernel, dims, {**options, **knobs}, specs(dtypes, strides))
+    spec = spec_of(strides)
+    tensors = {n: None if t is None else spec(n, t) for n, t in dtypes.items()}
+    ir = traced(kernel, dims, {**options, **knobs}, tensors)
     launch = Launch(kernel.name, ir, backend, schedule(kernel.name, backend, schedules, default))
     return Plan(op, dims, buffers_of([ir]), (launch,), knobs, options)
 
@@ -113,13 +114,16 @@ class Caller:
         device = next(iter(held.values())).device
         strides, values = strides_of(held)
         find = self._code if forced_for(self.op.plan) is not None else self._remembered
-        run = find(
-            tuple(dims.items()), tuple(options.items()), tuple(strides.items()), device, choose_backend(device)
-        )
+        run = find(tuple(dims.items()), tuple(options.items()), tuple(strides.items()), device, choose_backend(device))
         return run(held, {**{n: x if isinstance(x, int) else x[0] for n, x in dims.items()}, **values})
 
     def _code(
-        self, dims: tuple[Any, ...], options: tuple[Any, ...], strides: tuple[Any, ...], device: torch.device, backend: str
+        self,
+        dims: tuple[Any, ...],
+        options: tuple[Any, ...],
+        strides: tuple[Any, ...],
+        device: torch.device,
+        backend: str,
     ) -> Executable:
         chosen = self.op.resolve_options({n: from_torch(x) if isinstance(x, torch.dtype) else x for n, x in options})
         knobs = self.op.default_knobs(chosen, {n: x if isinstance(x, int) else x[0] for n, x in dims})
@@ -145,8 +149,9 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS)
     if not isinstance(x, torch.Tensor):
         fail(name, f"is a {type(x).__name__}, needs a tensor", f"pass {name} as a torch.Tensor")
     if x.dtype not in dtypes:
-        known = ", ".join(map(dtype_name, dtypes))
-        fail(name, f"is {dtype_name(x.dtype)}, needs one of {known}", f"{name}.to(torch.{dtype_name(dtypes[0])})")
+        *others, last = map(dtype_name, dtypes)
+        known = f"{', '.join(others)} or {last}" if others else last
+        fail(name, f"is {dtype_name(x.dtype)}, needs {known}", f"{name}.to(torch.{dtype_name(dtypes[0])})")
 
 
 def check_rank(name: str, x: torch.Tensor, rank: int, dims: str, remedy: str) -> None:
@@ -178,18 +183,19 @@ def check_offsets(name: str, x: torch.Tensor) -> int:
     return x.shape[0] - 1
 
 
-def check_offset_values(name: str, x: torch.Tensor, tokens: int) -> None:
-    """Checks the numbers of cumulative lengths that lie on the CPU: from 0, never down, to `tokens`."""
-    offsets = x.tolist()
+def check_offset_values(name: str, offsets: list[int], owner: str, tokens: int) -> None:
+    """Checks the numbers of cumulative lengths: from 0, never down, to the `tokens` that the tensor `owner` has."""
     if offsets[0] != 0:
         fail(name, f"starts at {offsets[0]}", "the first sequence starts at token 0")
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             fail(name, f"goes down from {start} to {end} at entry {i + 1}", "pass offsets, not lengths")
     if offsets[-1] != tokens:
-        fail(name, f"ends at {offsets[-1]}, but there are T = {tokens} tokens", "end at T; cut the padding off")
+        fail(name, f"ends at {offsets[-1]}, but {owner} has T = {tokens} tokens", "end at T; cut the padding off")
 
 
 def has_data(x: torch.Tensor) -> bool:
     """Whether the tensor's numbers can be looked at without waiting for a GPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+    return (
+        x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+    )

@@ -1,6 +1,10 @@
-"""Hand-written kernels that tests share: the chunk scan of KDA, and one kernel with every op of the language."""
+"""Hand-written kernels that tests share: the chunk scan of KDA, one with every op of the language, one with any body."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 from k3dsl import language as lang
 from k3dsl.ir.graph import Kernel
@@ -16,8 +20,10 @@ from k3dsl.language import (
     bf16,
     dot,
     exp2,
+    f16,
     f32,
     i32,
+    i64,
     kernel,
     loop,
     maximum,
@@ -101,3 +107,21 @@ def traced_every_op() -> Kernel:
     """every_op with a strided tensor whose row stride is a runtime dim."""
     stride = Sym("row_stride", divisible_by=8, max=4096)
     return every_op.trace({"T": Sym("T", divisible_by=16, min=16)}, {}, {"strided": TensorSpec(bf16, (stride, 1))})
+
+
+Body = Callable[..., Any]
+
+
+def trace_body(body: Body, dims: dict[str, Any] | None = None, **knobs: Any) -> Kernel:
+    """Traces body(d, c, x, o, e): x [T, 16] and o [T, 16] in f32, and `e` with tensors of other dtypes."""
+
+    @kernel(grid=lambda d, c: (4,))
+    def k(
+        d, c,
+        x=In("T 16", f32), half=In("16", f16), brain=In("16", bf16), ids=In("T", i32), wide=In("T", i64),
+        both=InOut("T", f32), o=Out("T 16", f32), scale=Scalar(f32), extra=In("T", f32, optional=True),
+    ):  # fmt: skip
+        e = SimpleNamespace(half=half, brain=brain, ids=ids, wide=wide, both=both, scale=scale, extra=extra)
+        return body(d, c, x, o, e)
+
+    return k.trace(dims or {"T": Sym("T", divisible_by=16), "K": 16}, {"BV": 4, **knobs})

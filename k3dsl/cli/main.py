@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -43,9 +42,6 @@ class K3Group(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):
             print("stopped", file=sys.stderr)
             status = 130
-        except BrokenPipeError:  # `k3dsl show ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = 0
         sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -184,7 +184,7 @@ class Builder:
 def constant_of(v: Value) -> float | int | bool | None:
     """The value of a scalar or filled constant, else None."""
     if v.op is not None and v.op.opcode == "const":
-        return v.op.attrs["value"]  # type: ignore[no-any-return]
+        return v.op.attrs["value"]
     return None
 
 

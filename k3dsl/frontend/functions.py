@@ -283,12 +283,12 @@ def loop(
     return decorate
 
 
-def when(cond: Operand) -> Callable[[Callable[[], None]], None]:
+def when(cond: Operand) -> Callable[[Callable[[], Any]], None]:
     """Runs the decorated body's writes only if a scalar condition holds."""
     builder = Builder.current()
     c = lift(cond)
 
-    def decorate(body: Callable[[], None]) -> None:
+    def decorate(body: Callable[[], Any]) -> None:
         known = constant_of(c.value)
         if known is not None:
             if known:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import k3dsl
+from k3dsl import __version__
 from k3dsl.backends.base import Artifact
 from k3dsl.errors import ArgumentError, BundleError
 from k3dsl.ir.graph import walk
@@ -104,7 +104,7 @@ def describe_plan(plan: Plan, target: Target, built: list[tuple[Launch, Artifact
     symbols = plan.symbols()
     static = {n: v for n, v in plan.dims.items() if isinstance(v, int)}
     derived = {n: str(v) for n, v in plan.dims.items() if n not in static and not _is_symbol(n, v)}
-    toolchain = {"k3dsl": k3dsl.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    toolchain = {"k3dsl": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for _, artifact in built:
         toolchain.update(artifact.toolchain)
     return {

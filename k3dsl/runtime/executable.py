@@ -28,10 +28,24 @@ def lower(launch: Launch, target: Target) -> Source:
     if launch.backend == "triton":
         from k3dsl.backends.triton.lower import lower as lower_triton
 
-        return lower_triton(launch.kernel, launch.schedule, target)
+        return _dumped(lower_triton(launch.kernel, launch.schedule, target), target)
     if launch.backend in BACKENDS:
         raise LegalityError(f"backend {launch.backend!r} runs IR directly and generates no source")
     raise UnknownNameError(f"unknown backend {launch.backend!r}; known: {', '.join(BACKENDS)}")
+
+
+def _dumped(source: Source, target: Target) -> Source:
+    """The source, also written to the folder of K3DSL_DUMP if there is one."""
+    folder = settings.get("K3DSL_DUMP")
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{source.name}-{target.name}-{source.ir_hash[:16]}.py").write_text(source.text, encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(
+                f"{folder} cannot be written: {error.strerror}", fix="set K3DSL_DUMP to another folder, or unset it"
+            ) from None
+    return source
 
 
 def build(launch: Launch, target: Target) -> Artifact:
@@ -93,8 +107,8 @@ class BoundLaunch:
         self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], scalars: Mapping[str, float]
     ) -> None:
         args = [tensors[n] if kind == 0 else dims[n] if kind == 1 else scalars[n] for kind, n in self.getters]
-        grid = self.grid(dims)
-        self.launcher((*grid, 1, 1)[:3], args)
+        x, y, z = (*self.grid(dims), 1, 1)[:3]
+        self.launcher((x, y, z), args)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,10 @@ _forced: ContextVar[Mapping[str, Forced]] = ContextVar("k3dsl_forced", default=M
 
 @contextmanager
 def forced(op: Op, knobs: Mapping[str, Any], schedules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """While active, the op's torch function runs with these knobs and schedule fields, whatever its rule or a pack says."""
+    """While active, the op's torch function runs with these knobs and schedule fields, whatever its rule says."""
+    if not knobs and not schedules:
+        yield
+        return
     token = _forced.set({**_forced.get(), op.name: Forced(op, knobs, schedules)})
     try:
         yield

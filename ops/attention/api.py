@@ -36,7 +36,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q, k, v, causal, scale, return_lse, precision):  # type: ignore[no-untyped-def]
+def _(q, k, v, causal, scale, return_lse, precision):
     B, T, H, _ = q.shape
     lse = q.new_empty((B, H, T) if return_lse else (0,), dtype=torch.float32)
     return q.new_empty((B, T, H, v.shape[-1])), lse
@@ -111,7 +111,9 @@ def attention(
     B, T, H, D = q.shape
     S, HK, V = v.shape[1:]
     if k.shape[0] != B or k.shape[3] != D:
-        fail("k", f"has shape {list(k.shape)}, needs [B, S, HK, D] with B = {B}, D = {D} of q", "pass keys as wide as q")
+        fail(
+            "k", f"has shape {list(k.shape)}, needs [B, S, HK, D] with B = {B}, D = {D} of q", "pass keys as wide as q"
+        )
     if v.shape[:3] != k.shape[:3]:
         fail("v", f"has shape {list(v.shape)}, needs [B, S, HK, V] with {list(k.shape[:3])} of k", "one value a key")
     if HK == 0 or H % HK:

@@ -31,7 +31,7 @@ LOG2E = math.log2(math.e)
 @kernel(grid=lambda d, c: (cdiv(d.T, c.block_q), d.H, d.B))
 def attention(
     d, c, q=In("B T H D"), k=In("B S HK D"), v=In("B S HK V"), o=Out("B T H V"), lse=Out("B H T", f32, optional=True)
-):  # type: ignore[no-untyped-def]
+):
     """One block of queries of one head. With `causal`, query i sees keys up to i + S - T; long blocks start first."""
     head, batch = program_id(1), program_id(2)
     block = cdiv(d.T, c.block_q) - 1 - program_id(0) if c.causal else program_id(0)
@@ -41,10 +41,10 @@ def attention(
     diagonal = block * c.block_q + (d.S - d.T)  # the last key that the first query sees
     scale = c.scale * LOG2E
 
-    def step(edge):  # type: ignore[no-untyped-def]
+    def step(edge):
         """One block of keys; at the edge, those past the end or above the diagonal are masked."""
 
-        def body(j, top, total, acc):  # type: ignore[no-untyped-def]
+        def body(j, top, total, acc):
             keys = span(j * c.block_k, c.block_k, end=d.S if edge else None)
             s = dot(queries, k[batch, keys, key_head].T, precision=c.precision)
             if edge:

@@ -49,11 +49,11 @@ def plan(
 def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """Blocks that fit shared memory; small ones for few queries and for fp32."""
     if options["dtype"] == f32:
-        return {"block_q": 32, "block_k": 32, "num_warps": 4, "stages": 1}
+        return {"block_q": 32, "block_k": 32, "num_warps": 8, "stages": 1}
     if dims["T"] <= 64:
         return {"block_q": 16 if dims["T"] <= 16 else 64, "block_k": 64, "num_warps": 4, "stages": 2}
     wide = max(dims["D"], dims["V"]) > 128
-    return {"block_q": 64 if wide else 128, "block_k": 64, "num_warps": 4 if wide else 8, "stages": 2 if wide else 3}
+    return {"block_q": 64 if wide else 128, "block_k": 64, "num_warps": 4 if wide else 8}
 
 
 def inputs(dims: Mapping[str, int], options: Mapping[str, Any], device: Any, seed: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ ATTENTION = Op(
         Knob("block_q", (16, 32, 64, 128, 256), 128, "queries a program"),
         Knob("block_k", (16, 32, 64, 128), 64, "keys in one step"),
         Knob("num_warps", (1, 2, 4, 8, 16), 8, "warps a program"),
-        Knob("stages", (1, 2, 3, 4), 3, "steps in flight"),
+        Knob("stages", (1, 2, 3, 4), 2, "steps in flight"),
     ),
     options=(
         Option("dtype", (bf16, f16, f32), bf16, "of q, k, v and o"),
@@ -142,6 +142,7 @@ ATTENTION = Op(
     prepare_dims=derived_dims,
     cpu_dims={"B": 1, "T": 256, "H": 4, "D": 64},
     seeds=(
+        {"block_q": 128, "block_k": 64, "num_warps": 8, "stages": 3},
         {"block_q": 128, "block_k": 128, "num_warps": 8, "stages": 2},
         {"block_q": 64, "block_k": 64, "num_warps": 4, "stages": 3},
     ),

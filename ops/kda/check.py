@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
-from k3dsl.errors import ArgumentError
+from k3dsl.ops.common import (
+    check_contiguous_rows,
+    check_offset_values,
+    check_offsets,
+    check_rank,
+    check_same,
+    dtype_name,
+    fail,
+)
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -74,7 +81,7 @@ def check_forward(
     Raises:
         ArgumentError: naming the argument, what is wrong with it and the remedy.
     """
-    _check_rank("q", q, 4, "[B, T, H, K]", "[1, T, H, K] for packed sequences")
+    check_rank("q", q, 4, "[B, T, H, K]", "[1, T, H, K] for packed sequences")
     batch, tokens = q.shape[:2]
     heads, value_heads, width, value_width = _check_tokens(q, k, v, g, beta)
     _check_numbers(scale, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -82,22 +89,22 @@ def check_forward(
 
     sequences = batch
     if cu_seqlens is not None:
-        sequences = _check_offsets("cu_seqlens", cu_seqlens)
-        _check_device("cu_seqlens", cu_seqlens, q)
+        sequences = check_offsets("cu_seqlens", cu_seqlens)
+        check_same("cu_seqlens", cu_seqlens, "q", q, dtype=False)
         if batch != 1:
-            _fail("cu_seqlens", f"packs all sequences in one row, but q has B = {batch}", "flatten to [1, B*T, ...]")
+            fail("cu_seqlens", f"packs all sequences in one row, but q has B = {batch}", "flatten to [1, B*T, ...]")
     if cu_seqlens_cpu is not None:
         _check_host_copy(cu_seqlens, cu_seqlens_cpu)
     host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     if check_values and host is not None and host.device.type == "cpu":
-        _check_offset_values("cu_seqlens", host.tolist(), tokens)
+        check_offset_values("cu_seqlens", host.tolist(), "q", tokens)
 
     if initial_state is not None:
         _check_state("initial_state", initial_state, q, (value_heads, width, value_width), state_v_first)
-        _check_contiguous_rows("initial_state", initial_state)
+        check_contiguous_rows("initial_state", initial_state)
         if initial_state.shape[0] != sequences:
             whose = "cu_seqlens describes" if cu_seqlens is not None else "the batch has"
-            _fail(
+            fail(
                 "initial_state",
                 f"holds {initial_state.shape[0]} states, but {whose} {sequences} sequences",
                 "pass one state for every sequence, zeros for a new one",
@@ -137,59 +144,36 @@ def check_decode(
     Raises:
         ArgumentError: naming the argument, what is wrong with it and the remedy.
     """
-    _check_rank("q", q, 4, "[B, 1, H, K]", "q.unsqueeze(1) if q is [B, H, K]")
+    check_rank("q", q, 4, "[B, 1, H, K]", "q.unsqueeze(1) if q is [B, H, K]")
     batch, tokens = q.shape[:2]
     if tokens != 1:
-        _fail("q", f"has T = {tokens} tokens, decode takes 1", "use the forward function for several tokens")
+        fail("q", f"has T = {tokens} tokens, decode takes 1", "use the forward function for several tokens")
     heads, value_heads, width, value_width = _check_tokens(q, k, v, g, beta)
     _check_numbers(scale, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     _check_gate(q, value_heads, width, use_gate_in_kernel, lower_bound, A_log, dt_bias)
 
     _check_state("state", state, q, (value_heads, width, value_width), state_v_first)
     if not state[:1].is_contiguous():
-        _fail("state", f"has strides {state.stride()}, but a slot must be contiguous", "lay the pool out as [S, ...]")
+        fail("state", f"has strides {state.stride()}, but a slot must be contiguous", "lay the pool out as [S, ...]")
     slots = state.shape[0]
     if state_indices is None:
         if slots != batch:
-            _fail("state", f"has {slots} slots for {batch} requests", "pass state_indices, or one slot a request")
+            fail("state", f"has {slots} slots for {batch} requests", "pass state_indices, or one slot a request")
         return DecodeShapes(batch, heads, value_heads, width, value_width, slots)
     if state_indices.shape != (batch,):
-        _fail("state_indices", f"has shape {list(state_indices.shape)}, needs [B] = [{batch}]", "pass a slot a request")
+        fail("state_indices", f"has shape {list(state_indices.shape)}, needs [B] = [{batch}]", "pass a slot a request")
     if state_indices.dtype != torch.int32:
-        _fail("state_indices", f"is {_name(state_indices.dtype)}, needs int32", "state_indices.to(torch.int32)")
-    _check_device("state_indices", state_indices, q)
-    _check_contiguous_rows("state_indices", state_indices)
+        fail("state_indices", f"is {dtype_name(state_indices.dtype)}, needs int32", "state_indices.to(torch.int32)")
+    check_same("state_indices", state_indices, "q", q, dtype=False)
+    check_contiguous_rows("state_indices", state_indices)
     if check_values and state_indices.device.type == "cpu":
         used = [i for i in state_indices.tolist() if i >= 0]
         if used and max(used) >= slots:
-            _fail("state_indices", f"names slot {max(used)} of a pool of {slots}", "number slots from 0; -1 is padding")
+            fail("state_indices", f"names slot {max(used)} of a pool of {slots}", "number slots from 0; -1 is padding")
         if len(set(used)) != len(used):
             twice = next(i for i in used if used.count(i) > 1)
-            _fail("state_indices", f"names slot {twice} twice", "give each request its own slot; -1 is padding")
+            fail("state_indices", f"names slot {twice} twice", "give each request its own slot; -1 is padding")
     return DecodeShapes(batch, heads, value_heads, width, value_width, slots)
-
-
-def _fail(argument: str, reason: str, remedy: str) -> NoReturn:
-    raise ArgumentError(f"{argument}: {reason}", fix=remedy)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_rank(name: str, x: torch.Tensor, rank: int, dims: str, remedy: str) -> None:
-    if x.dim() != rank:
-        _fail(name, f"has shape {list(x.shape)}, needs {rank} dims {dims}", f"pass {remedy}")
-
-
-def _check_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
-    if x.device != q.device:
-        _fail(name, f"is on {x.device}, q is on {q.device}", f"{name}.to({str(q.device)!r})")
-
-
-def _check_contiguous_rows(name: str, x: torch.Tensor) -> None:
-    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
-        _fail(name, f"has strides {x.stride()}, but its last dim must be contiguous", f"pass {name}.contiguous()")
 
 
 def _check_tokens(
@@ -197,8 +181,8 @@ def _check_tokens(
 ) -> tuple[int, int, int, int]:
     """Checks the five per-token tensors against each other; q has four dims. Returns H, HV, K, V."""
     batch, tokens, heads, width = q.shape
-    _check_rank("k", k, 4, "[B, T, H, K]", "k in q's shape")
-    _check_rank("v", v, 4, "[B, T, HV, V]", "v with a dim for heads and one for values")
+    check_rank("k", k, 4, "[B, T, H, K]", "k in q's shape")
+    check_rank("v", v, 4, "[B, T, HV, V]", "v with a dim for heads and one for values")
     value_heads, value_width = v.shape[-2:]
     wanted = {
         "k": (k, q.shape, "[B, T, H, K], the shape of q"),
@@ -209,31 +193,31 @@ def _check_tokens(
     for name, (x, shape, dims) in wanted.items():
         if x.shape != shape:
             have, need = list(x.shape), list(shape)
-            _fail(name, f"has shape {have}, needs {need}", f"B, T, H and K come from q, HV and V from v: {dims}")
+            fail(name, f"has shape {have}, needs {need}", f"B, T, H and K come from q, HV and V from v: {dims}")
     if heads == 0 or value_heads == 0 or value_heads % heads:
-        _fail(
+        fail(
             "v",
             f"has HV = {value_heads} heads, not a multiple of q's H = {heads}",
             "each query/key head serves HV / H value heads; repeat or drop heads",
         )
     if width not in KEY_WIDTHS:
-        _fail("q", f"has K = {width}, supported are {', '.join(map(str, KEY_WIDTHS))}", "pad the head dim with zeros")
+        fail("q", f"has K = {width}, supported are {', '.join(map(str, KEY_WIDTHS))}", "pad the head dim with zeros")
     if value_width % 16 or not 16 <= value_width <= MAX_VALUE_WIDTH:
-        _fail("v", f"has V = {value_width}, needs a multiple of 16 up to {MAX_VALUE_WIDTH}", "pad v with zeros")
+        fail("v", f"has V = {value_width}, needs a multiple of 16 up to {MAX_VALUE_WIDTH}", "pad v with zeros")
 
     if q.dtype not in INPUT_DTYPES:
-        _fail("q", f"is {_name(q.dtype)}, needs bfloat16, float16 or float32", "q.to(torch.bfloat16)")
+        fail("q", f"is {dtype_name(q.dtype)}, needs bfloat16, float16 or float32", "q.to(torch.bfloat16)")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            _fail(name, f"is {_name(x.dtype)}, q is {_name(q.dtype)}", f"{name}.to(q.dtype)")
+            fail(name, f"is {dtype_name(x.dtype)}, q is {dtype_name(q.dtype)}", f"{name}.to(q.dtype)")
     if g.dtype not in (q.dtype, torch.float32):
-        _fail("g", f"is {_name(g.dtype)}, needs q's {_name(q.dtype)} or float32", "g.float()")
+        fail("g", f"is {dtype_name(g.dtype)}, needs q's {dtype_name(q.dtype)} or float32", "g.float()")
     if not beta.dtype.is_floating_point:
-        _fail("beta", f"is {_name(beta.dtype)}, needs a float dtype", "beta.float()")
+        fail("beta", f"is {dtype_name(beta.dtype)}, needs a float dtype", "beta.float()")
     for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _check_device(name, x, q)
+        check_same(name, x, "q", q, dtype=False)
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
-        _check_contiguous_rows(name, x)
+        check_contiguous_rows(name, x)
     return heads, value_heads, width, value_width
 
 
@@ -241,15 +225,15 @@ def _check_numbers(
     scale: float | None, lower_bound: float | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
 ) -> None:
     if scale is not None and not math.isfinite(scale):
-        _fail("scale", f"is {scale}", "pass a finite number, or None for 1/sqrt(K)")
+        fail("scale", f"is {scale}", "pass a finite number, or None for 1/sqrt(K)")
     if lower_bound is not None and not -math.inf < lower_bound < 0:
-        _fail(
+        fail(
             "lower_bound",
             f"is {lower_bound}, needs to be a finite number below 0 (nats a token)",
             "-5.0 for Kimi K3, None for the softplus gate",
         )
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        _fail(
+        fail(
             "allow_neg_eigval",
             "doubles the sigmoid of beta, which is not asked for",
             "set use_beta_sigmoid_in_kernel, or pass beta doubled",
@@ -268,7 +252,7 @@ def _check_gate(
     if not use_gate_in_kernel:
         return
     if A_log is None and lower_bound is None:
-        _fail("A_log", "is missing; the softplus gate needs it", "pass A_log [HV], or lower_bound for the bounded gate")
+        fail("A_log", "is missing; the softplus gate needs it", "pass A_log [HV], or lower_bound for the bounded gate")
     wanted = {
         "A_log": (A_log, value_heads, "HV", "drop the padding of a checkpoint, A_log[:HV]"),
         "dt_bias": (dt_bias, value_heads * width, "HV*K", "one number a channel of every value head"),
@@ -277,54 +261,34 @@ def _check_gate(
         if x is None:
             continue
         if x.numel() != count:
-            _fail(name, f"has shape {list(x.shape)}, needs {dims} = {count} numbers", remedy)
+            fail(name, f"has shape {list(x.shape)}, needs {dims} = {count} numbers", remedy)
         if not x.dtype.is_floating_point:
-            _fail(name, f"is {_name(x.dtype)}, needs a float dtype", f"{name}.float()")
-        _check_device(name, x, q)
+            fail(name, f"is {dtype_name(x.dtype)}, needs a float dtype", f"{name}.float()")
+        check_same(name, x, "q", q, dtype=False)
 
 
 def _check_state(name: str, x: torch.Tensor, q: torch.Tensor, dims: tuple[int, int, int], v_first: bool) -> None:
     heads, width, value_width = dims
     layout, other = ("[., HV, V, K]", "[., HV, K, V]")[:: 1 if v_first else -1]
     inner = [heads, value_width, width] if v_first else [heads, width, value_width]
-    _check_rank(name, x, 4, layout, "one state [HV, K, V] a sequence or slot")
+    check_rank(name, x, 4, layout, "one state [HV, K, V] a sequence or slot")
     have = list(x.shape[1:])
     if have != inner:
         swapped = have == [inner[0], inner[2], inner[1]]
         flag = f"state_v_first={not v_first}"
         remedy = f"this is {other}: pass {flag}" if swapped else f"state_v_first={v_first} means {layout}"
-        _fail(name, f"has shape {list(x.shape)}, needs [., {', '.join(map(str, inner))}]", remedy)
+        fail(name, f"has shape {list(x.shape)}, needs [., {', '.join(map(str, inner))}]", remedy)
     if x.dtype not in STATE_DTYPES:
-        _fail(name, f"is {_name(x.dtype)}, needs float32 or bfloat16", f"{name}.float()")
-    _check_device(name, x, q)
-
-
-def _check_offsets(name: str, x: torch.Tensor) -> int:
-    """Checks dtype and rank of cumulative lengths; returns the number of sequences."""
-    if x.dtype not in (torch.int32, torch.int64):
-        _fail(name, f"is {_name(x.dtype)}, needs int32 or int64", f"{name}.to(torch.int32)")
-    if x.dim() != 1 or x.shape[0] < 2:
-        _fail(name, f"has shape {list(x.shape)}, needs [N+1] with N at least 1", "one sequence of T tokens is [0, T]")
-    _check_contiguous_rows(name, x)
-    return x.shape[0] - 1
+        fail(name, f"is {dtype_name(x.dtype)}, needs float32 or bfloat16", f"{name}.float()")
+    check_same(name, x, "q", q, dtype=False)
 
 
 def _check_host_copy(cu_seqlens: torch.Tensor | None, copy: torch.Tensor) -> None:
     if cu_seqlens is None:
-        _fail("cu_seqlens_cpu", "is given without cu_seqlens", "pass both, or neither")
-    _check_offsets("cu_seqlens_cpu", copy)
+        fail("cu_seqlens_cpu", "is given without cu_seqlens", "pass both, or neither")
+    check_offsets("cu_seqlens_cpu", copy)
     if copy.device.type != "cpu":
-        _fail("cu_seqlens_cpu", f"is on {copy.device}", "cu_seqlens_cpu.cpu(), made where the lengths are known")
+        fail("cu_seqlens_cpu", f"is on {copy.device}", "cu_seqlens_cpu.cpu(), made where the lengths are known")
     if copy.shape != cu_seqlens.shape:
         have, need = list(copy.shape), list(cu_seqlens.shape)
-        _fail("cu_seqlens_cpu", f"has shape {have}, cu_seqlens has {need}", "pass the same numbers in both")
-
-
-def _check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
-    if offsets[0] != 0:
-        _fail(name, f"starts at {offsets[0]}", "the first sequence starts at token 0")
-    for i, (start, end) in enumerate(pairwise(offsets)):
-        if end < start:
-            _fail(name, f"goes down from {start} to {end} at entry {i + 1}", "pass offsets, not lengths")
-    if offsets[-1] != tokens:
-        _fail(name, f"ends at {offsets[-1]}, but q has T = {tokens} tokens", "end at T; cut the padding off")
+        fail("cu_seqlens_cpu", f"has shape {have}, cu_seqlens has {need}", "pass the same numbers in both")

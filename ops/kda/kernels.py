@@ -20,6 +20,7 @@ from k3dsl.language import (
     Tile,
     arange,
     assume,
+    bf16,
     cdiv,
     cumsum,
     dot,
@@ -103,7 +104,7 @@ def prep(
     A_log=In("H", f32, optional=True), dt_bias=In("H K", f32, optional=True),
     cu_seqlens=In("N+1", optional=True), chunk_table=In("chunks 2", i32, optional=True),
     w=Out("B chunks H C K"), kg=Out("B chunks H C K"), qg=Out("B chunks H C K"),
-    x=Out("B chunks H C C"), aqk=Out("B chunks H C C"), decay=Out("B chunks H K", f32),
+    x=Out("B chunks H C XC"), aqk=Out("B chunks H C C"), decay=Out("B chunks H K", f32),
 ):  # fmt: skip
     """The chunk factors of one (head, chunk): everything about a chunk that does not depend on the state."""
     head, chunk, batch = program_id(0), program_id(1), program_id(2)
@@ -184,12 +185,26 @@ def anchored_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chun
     Q = where(i >= j, dot(q_rows, k_cols.T), 0.0)
     aqk[batch, chunk, head] = Q.to(aqk.dtype)
     inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
-    xb = (inverse * b[None, :]).to(x.dtype)
-    x[batch, chunk, head] = xb
-    if c.gram_dtype == x.dtype:
+    xb = store_inverse(c, x, inverse * b[None, :], w.dtype, batch, chunk, head)
+    if c.gram_dtype == w.dtype:
         w[batch, chunk, head] = (dot(xb, k_rows) * down).to(w.dtype)
     else:
-        w[batch, chunk, head] = dot(xb, k_flat(c, d, k_up * down, x.dtype)).to(w.dtype)
+        w[batch, chunk, head] = dot(xb, k_flat(c, d, k_up * down, w.dtype)).to(w.dtype)
+
+
+def store_inverse(c, x, inverse, operand, batch, chunk, head):  # type: ignore[no-untyped-def]
+    """Stores X and returns it as a product's operand.
+
+    Beside fp16 factors X is kept as a bf16 pair, its rounding and the rest, because it meets v: bf16 values then need no
+    conversion and keep their range."""
+    if not c.split:
+        xb = inverse.to(x.dtype)
+        x[batch, chunk, head] = xb
+        return xb
+    high = inverse.to(bf16)
+    x[batch, chunk, head, :, span(0, c.C)] = high
+    x[batch, chunk, head, :, span(c.C, c.C)] = (inverse - high.to(f32)).to(bf16)
+    return inverse.to(operand)
 
 
 def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):  # type: ignore[no-untyped-def]
@@ -257,14 +272,13 @@ def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, 
         n *= 2
 
     start = exp2(since)
-    k_start = (kf * start).to(x.dtype)
+    k_start = (kf * start).to(w.dtype)
     qg[batch, chunk, head] = (qf * start).to(qg.dtype)
     kg[batch, chunk, head] = (kf * exp2(until)).to(kg.dtype)
     decay[batch, chunk, head] = exp2(total.reshape(d.K))
     aqk[batch, chunk, head] = Q.to(aqk.dtype)
     inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
-    xb = (inverse * b[None, :]).to(x.dtype)
-    x[batch, chunk, head] = xb
+    xb = store_inverse(c, x, inverse * b[None, :], w.dtype, batch, chunk, head)
     w[batch, chunk, head] = dot(xb, k_start, precision=c.scan_precision).to(w.dtype)
 
 
@@ -272,7 +286,7 @@ def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, 
 def scan(
     d, c,
     v=In("B T H V"), w=In("B chunks H C K"), kg=In("B chunks H C K"), qg=In("B chunks H C K"),
-    x=In("B chunks H C C"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
+    x=In("B chunks H C XC"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
     o=Out("B T H V"), final_state=Out("N H SA SB", optional=True), out_of_range=Out("N H V//BV", i32, optional=True),
@@ -298,7 +312,7 @@ def rescan(
     d, c,
     out_of_range=In("N H V//BV", i32),
     v=In("B T H V"), w=In("B chunks H C K"), kg=In("B chunks H C K"), qg=In("B chunks H C K"),
-    x=In("B chunks H C C"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
+    x=In("B chunks H C XC"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
     o=InOut("B T H V"), final_state=InOut("N H SA SB", optional=True),
@@ -314,7 +328,7 @@ def rescan(
 
 
 def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence):  # type: ignore[no-untyped-def]
-    """The loop over chunks. Returns the state before and after, and the elementwise largest |v| of all chunks."""
+    """The loop over chunks. Returns the state before and after, and the elementwise largest |R| of all chunks."""
     w, kg, qg, x, aqk, decay = factors
     operand = f32 if c.wide else w.dtype
     cols = span(block * c.BV, c.BV)
@@ -330,25 +344,30 @@ def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, 
         s0 = s0.to(f32)
 
     def product(a, b, acc=None):  # type: ignore[no-untyped-def]
-        return dot(a, b, acc=acc, precision=c.scan_precision)
+        return dot(a, b, acc=acc, precision=c.scan_precision if a.dtype == f32 else None)
 
-    @loop(trips, init=(s0, zeros((c.C, c.BV), f32)) if c.guard else (s0,), label="chunks")
+    @loop(trips, init=(s0, zeros((c.BV, c.C), f32)) if c.guard else (s0,), label="chunks")
     def carried(i, s, largest=None):
         rows = span(begin + i * c.C, c.C, end=end)
         n = first + i
         w_n, kg_n, qg_n = w[batch, n, head], kg[batch, n, head], qg[batch, n, head]
         v_n = v[batch, rows, head, cols]
-        aqk_n, x_n = aqk[batch, n, head], x[batch, n, head]
-        decay_n = decay[batch, n, head]
+        aqk_n, decay_n = aqk[batch, n, head], decay[batch, n, head]
         sb = s.to(operand)
-        r = product(v_n.to(operand).T, x_n.to(operand).T)
+        v_t = v_n.to(f32 if c.wide else x.dtype).T
+        if c.split:
+            high, low = x[batch, n, head, :, span(0, c.C)], x[batch, n, head, :, span(c.C, c.C)]
+            r = product(v_t, high.to(v_t.dtype).T)
+            r = product(v_t, low.to(v_t.dtype).T, acc=r)
+        else:
+            r = product(v_t, x[batch, n, head].to(v_t.dtype).T)
         r = r - product(sb, w_n.to(operand).T)
         rb = r.to(operand)
         out = product(sb, qg_n.to(operand).T)
         out = product(rb, aqk_n.to(operand).T, acc=out)
         o[batch, rows, head, cols] = out.to(o.dtype).T
         s = product(rb, kg_n.to(operand), acc=s * decay_n[None, :])
-        return (s, maximum(largest, abs(v_n.to(f32)))) if c.guard else s
+        return (s, maximum(largest, abs(r))) if c.guard else s
 
     return s0, carried[0], carried[1] if c.guard else None
 

@@ -7,21 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.ir.symbols import Expr, Sym, cdiv
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
-from k3dsl.language import Kernel, TensorSpec
+from k3dsl.language import TensorSpec
+from k3dsl.ops.common import Settings, schedule, spec_of, traced
 from k3dsl.ops.kda import kernels
-from k3dsl.passes.simplify import simplify
 from k3dsl.runtime.plan import Launch, Plan, buffers_of
 
 FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
 Dims = Mapping[str, Any]
-Settings = Mapping[str, Any]
-
-
-def traced(kernel: Kernel, dims: Dims, knobs: Settings, tensors: Mapping[str, DType | TensorSpec | None]) -> Any:
-    return simplify(kernel.trace(dims, knobs, tensors))
 
 
 def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
@@ -50,7 +44,8 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "varlen": options["varlen"],
         "tail": tail(dims["T"], knobs["chunk"]) if "T" in dims else False,
         "v_first": options["v_first"],
-        "guard": factors == f16 and not full,
+        "guard": factors == f16,
+        "split": factors == f16 and io == bf16,
         "wide": False,
     }
 
@@ -69,17 +64,6 @@ def tail(tokens: int | Sym | Expr, chunk: int) -> bool:
     return Expr.of(tokens).divisor() % chunk != 0 if not isinstance(tokens, int) else tokens % chunk != 0
 
 
-def schedule(
-    kernel: str, backend: str, schedules: Mapping[str, Mapping[str, Any]], default: dict[str, Any]
-) -> TritonSchedule | None:
-    if backend == "torch":
-        return None
-    given = dict(schedules.get(kernel, {}))
-    if isinstance(given.get("stages"), Mapping):
-        given["stages"] = {**default.get("stages", {}), **given["stages"]}
-    return TritonSchedule.from_json({**default, **given})
-
-
 def forward(
     dims: Dims,
     knobs: Settings,
@@ -93,19 +77,17 @@ def forward(
     With options['varlen'] also `chunks`, an upper bound of the number of chunks. strides: of the caller's tensors that
     are not contiguous.
     """
-    schedules, strides = schedules or {}, strides or {}
+    schedules, spec = schedules or {}, spec_of(strides)
     c = variant(dims, knobs, options)
     state_shape = (dims["V"], dims["K"]) if options["v_first"] else (dims["K"], dims["V"])
     d = {**dims, "SA": state_shape[0], "SB": state_shape[1]}
     if not options["varlen"]:
         d["chunks"] = cdiv(dims["T"], c["C"])
         d["chunks"] = d["chunks"].constant if d["chunks"].constant is not None else d["chunks"]
+    d["XC"] = 2 * c["C"] if c["split"] else c["C"]
     io, factors = options["dtype"], f32 if options["dtype"] == f32 else knobs["factors"]
 
-    def spec(name: str, dtype: DType) -> DType | TensorSpec:
-        return TensorSpec(dtype, strides[name]) if name in strides else dtype
-
-    stored = {name: factors for name in FACTORS[:-1]}
+    stored = {name: factors for name in FACTORS[:-1]} | ({"x": bf16} if c["split"] else {})
     offsets = {"cu_seqlens": options["cu_dtype"]} if options["varlen"] else {}
     prep = traced(
         kernels.prep,
@@ -195,7 +177,7 @@ def decode(
     strides: Mapping[str, tuple[int | Sym, ...]] | None = None,
 ) -> Plan:
     """One launch. dims: B requests, H, HK, K, V, slots."""
-    schedules, strides = schedules or {}, strides or {}
+    schedules, spec = schedules or {}, spec_of(strides)
     state_shape = (dims["V"], dims["K"]) if options["v_first"] else (dims["K"], dims["V"])
     d = {**dims, "SA": state_shape[0], "SB": state_shape[1]}
     c = {
@@ -210,9 +192,6 @@ def decode(
         "v_first": options["v_first"],
     }
     io = options["dtype"]
-
-    def spec(name: str, dtype: DType) -> DType | TensorSpec:
-        return TensorSpec(dtype, strides[name]) if name in strides else dtype
 
     tensors: dict[str, DType | TensorSpec | None] = {
         **{name: spec(name, io) for name in ("q", "k", "v")},

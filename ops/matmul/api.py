@@ -24,7 +24,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, precision: str, out_dtype: torch.d
 
 
 @_matmul.register_fake
-def _(a, b, precision, out_dtype):  # type: ignore[no-untyped-def]
+def _(a, b, precision, out_dtype):
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 

@@ -6,7 +6,7 @@ from k3dsl.language import In, Out, cdiv, dot, f32, kernel, loop, program_id, sp
 
 
 @kernel(grid=lambda d, c: (c.group, cdiv(d.N, c.block_n), cdiv(d.M, c.block_m * c.group)))
-def matmul(d, c, a=In("M K"), b=In("K N"), o=Out("M N")):  # type: ignore[no-untyped-def]
+def matmul(d, c, a=In("M K"), b=In("K N"), o=Out("M N")):
     """Any M, N and K. The first grid axis runs fastest, so `group` row blocks share each column block of b while it is in
     the L2 cache."""
     block = program_id(2) * c.group + program_id(0)
@@ -15,7 +15,7 @@ def matmul(d, c, a=In("M K"), b=In("K N"), o=Out("M N")):  # type: ignore[no-unt
 
     def write_block() -> None:
         @loop(cdiv(d.K, c.block_k), init=zeros((c.block_m, c.block_n), f32), label="k")
-        def product(i, acc):  # type: ignore[no-untyped-def]
+        def product(i, acc):
             inner = span(i * c.block_k, c.block_k, end=d.K)
             return dot(a[rows, inner], b[inner, cols], acc=acc, precision=c.precision)
 

@@ -23,7 +23,7 @@ def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @_rmsnorm.register_fake
-def _(x, weight, eps):  # type: ignore[no-untyped-def]
+def _(x, weight, eps):
     return x.new_empty(x.shape)
 
 

@@ -6,7 +6,7 @@ from k3dsl.language import In, Out, cdiv, f32, kernel, program_id, rsqrt, span
 
 
 @kernel(grid=lambda d, c: (cdiv(d.R, c.rows),))
-def rmsnorm(d, c, x=In("R D"), weight=In("D"), y=Out("R D")):  # type: ignore[no-untyped-def]
+def rmsnorm(d, c, x=In("R D"), weight=In("D"), y=Out("R D")):
     """`rows` whole rows a program. D is static and need not be a power of two."""
     rows = span(program_id(0) * c.rows, c.rows, end=d.R)
     xf = x[rows, :].to(f32)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from k3dsl.backends.torch.dtypes import to_torch
-from k3dsl.backends.triton.access import pow2
+from k3dsl.backends.triton.text import pow2
 from k3dsl.ir.types import bf16, f16, f32
 from k3dsl.ops import common
 from k3dsl.ops.rmsnorm import kernels, reference

@@ -29,11 +29,13 @@ def _segment_sum(values: torch.Tensor, cu_seqlens: torch.Tensor, out_dtype: torc
     if T * D == 0:
         return values.new_zeros((N, D), dtype=out_dtype)
     options = {"dtype": values.dtype, "out_dtype": out_dtype, "cu_dtype": cu_seqlens.dtype}
-    return _call({"values": values, "cu_seqlens": cu_seqlens}, {"T": (T,), "N": (N,), "D": (D, 128, 16)}, options)["out"]
+    return _call({"values": values, "cu_seqlens": cu_seqlens}, {"T": (T,), "N": (N,), "D": (D, 128, 16)}, options)[
+        "out"
+    ]
 
 
 @_segment_sum.register_fake
-def _(values, cu_seqlens, out_dtype):  # type: ignore[no-untyped-def]
+def _(values, cu_seqlens, out_dtype):
     return values.new_empty((cu_seqlens.shape[0] - 1, values.shape[1]), dtype=out_dtype)
 
 
@@ -75,7 +77,7 @@ def segment_sum(
     check_offsets("cu_seqlens", cu_seqlens)
     check_same("cu_seqlens", cu_seqlens, "values", values, dtype=False)
     if has_data(cu_seqlens):
-        check_offset_values("cu_seqlens", cu_seqlens, values.shape[0])
+        check_offset_values("cu_seqlens", cu_seqlens.tolist(), "values", values.shape[0])
     out_dtype = values.dtype if out_dtype is None else out_dtype
     if out_dtype not in FLOATS:
         fail("out_dtype", f"is {dtype_name(out_dtype)}", "bfloat16, float16 or float32")

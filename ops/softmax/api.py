@@ -21,7 +21,7 @@ def _softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @_softmax.register_fake
-def _(x, dtype):  # type: ignore[no-untyped-def]
+def _(x, dtype):
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -58,7 +58,11 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) ->
     if x.dim() < 1:
         fail("x", "is a scalar, needs [..., N]", "pass a vector or more")
     if dim not in (-1, x.dim() - 1):
-        fail("dim", f"is {dim}, x has its rows along dim {x.dim() - 1}", f"softmax(x.movedim({dim}, -1)).movedim(-1, {dim})")
+        fail(
+            "dim",
+            f"is {dim}, x has its rows along dim {x.dim() - 1}",
+            f"softmax(x.movedim({dim}, -1)).movedim(-1, {dim})",
+        )
     dtype = x.dtype if dtype is None else dtype
     if dtype not in FLOATS:
         fail("dtype", f"is {dtype_name(dtype)}", "bfloat16, float16 or float32")

@@ -12,7 +12,7 @@ LOWEST = -3.4028234663852886e38
 
 
 @kernel(grid=lambda d, c: (cdiv(d.R, c.rows),))
-def softmax(d, c, x=In("R N"), o=Out("R N")):  # type: ignore[no-untyped-def]
+def softmax(d, c, x=In("R N"), o=Out("R N")):
     """`rows` rows a program, held whole when they fit one tile."""
     rows = span(program_id(0) * c.rows, c.rows, end=d.R)
     if c.passes == 2:
@@ -24,13 +24,13 @@ def softmax(d, c, x=In("R N"), o=Out("R N")):  # type: ignore[no-untyped-def]
     o[rows, cols] = (e * reciprocal(e.sum(1, keepdim=True))).to(o.dtype)
 
 
-def two_passes(d, c, x, o, rows):  # type: ignore[no-untyped-def]
+def two_passes(d, c, x, o, rows):
     """Rows of any width: one pass for the maximum and the sum, rescaled as the maximum grows; another to write."""
     blocks = cdiv(d.N, c.block)
     start = (full((c.rows, 1), LOWEST, f32), zeros((c.rows, 1), f32))
 
     @loop(blocks, init=start, label="reduce")
-    def statistics(i, top, total):  # type: ignore[no-untyped-def]
+    def statistics(i, top, total):
         z = x.load(rows, span(i * c.block, c.block, end=d.N), other=-math.inf).to(f32)
         higher = maximum(top, z.max(1, keepdim=True))
         e = exp2((z - higher) * LOG2E)
@@ -40,7 +40,7 @@ def two_passes(d, c, x, o, rows):  # type: ignore[no-untyped-def]
     scale = reciprocal(total)
 
     @loop(blocks, label="write")
-    def write(i):  # type: ignore[no-untyped-def]
+    def write(i):
         cols = span(i * c.block, c.block, end=d.N)
         e = exp2((x[rows, cols].to(f32) - top) * LOG2E, bound=0)  # top is the maximum of the whole row
         o[rows, cols] = (e * scale).to(o.dtype)

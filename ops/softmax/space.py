@@ -37,7 +37,9 @@ def plan(
     default: dict[str, Any] = {"num_warps": knobs["num_warps"]}
     if knobs["passes"] == 2:
         default["stages"] = {"reduce": knobs["stages"], "write": knobs["stages"]}
-    return common.one_launch("softmax", kernels.softmax, d, knobs, options, dtypes, backend, schedules, strides, default)
+    return common.one_launch(
+        "softmax", kernels.softmax, d, knobs, options, dtypes, backend, schedules, strides, default
+    )
 
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:

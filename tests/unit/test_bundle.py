@@ -163,7 +163,8 @@ def test_metadata_says_all_that_a_launch_needs(small):
 
 
 def test_knobs_options_and_static_dims_of_an_op_are_recorded(tmp_path):
-    plan = get_op("kda.decode").point({"H": 2}, {"dtype": "f16", "block_v": 16}, symbolic=True).plan("triton")
+    settings = {"dtype": "f16", "block_v": 16, "decode.num_warps": 4}
+    plan = get_op("kda.decode").point({"H": 2}, settings, symbolic=True).plan("triton")
     summary = save(plan, get_target("gfx942"), tmp_path / "decode")
     metadata = json.loads((tmp_path / "decode" / "metadata.json").read_text())
     assert metadata["knobs"] == {"block_v": 16}

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 import k3dsl
 from k3dsl.cli.common import parse_dims, parse_settings, parse_value
 from k3dsl.cli.main import app
-from k3dsl.errors import ArgumentError, EvaluationError
+from k3dsl.errors import ArgumentError
 from k3dsl.ops.registry import get_op, op_names
-from k3dsl.runtime import judge, timing
 
 pytest.importorskip("triton")
 SMALL = ("--dims", "B=3,H=2,K=64,V=64,slots=4")
@@ -51,11 +50,17 @@ MISTAKES = [
     ((*DECODE, "--target", "sm_91a"), "unknown target 'sm_91a'; did you mean sm_90a or"),
     ((*DECODE, "--set", "blok_v=8"), "unknown knob or option 'blok_v' of kda.decode; did you mean block_v?"),
     ((*DECODE, "--set", "decod.num_warps=8"), "did you mean decode.num_warps?"),
-    ((*DECODE, "--set", "decode.num_wraps=8"), "unknown schedule field 'num_wraps' of the triton backend; did you mean num_"),
+    (
+        (*DECODE, "--set", "decode.num_wraps=8"),
+        "unknown schedule field 'num_wraps' of the triton backend; did you mean num_",
+    ),
     ((*DECODE, "--dims", "slot=3"), "unknown dim 'slot' of kda.decode; did you mean slots?"),
     ((*DECODE, "--stage", "irr"), "unknown stage 'irr'; did you mean ir?"),
     ((*DECODE, "--kernel", "decod"), "unknown kernel 'decod' of kda.decode; did you mean decode?"),
-    (("compile", "kda.decode", "--target", "sm_90a", "--backend", "trion"), "unknown backend 'trion'; did you mean triton?"),
+    (
+        ("compile", "kda.decode", "--target", "sm_90a", "--backend", "trion"),
+        "unknown backend 'trion'; did you mean triton?",
+    ),
     (("run", "kda.decode", "--backend", "trion"), "unknown backend 'trion'; did you mean triton?"),
     (("run", "kda.decode", "--cases", "hole"), "unknown set of cases 'hole'; did you mean whole?"),
     (("shw",), "No such command 'shw'. Did you mean 'show'?"),
@@ -109,7 +114,9 @@ def test_a_value_that_cannot_be_is_a_line_what_and_a_line_what_to_do_and_status_
 
 def test_what_was_meant_but_cannot_be_done_has_status_1():
     result = run("show", "kda.forward", "--stage", "triton", "--set", "scan.stages.chunk=3", status=1)
-    assert result.stderr.startswith("error: scan cannot be lowered to Triton for sm_90a: stages name the loop 'chunk'; ")
+    assert result.stderr.startswith(
+        "error: scan cannot be lowered to Triton for sm_90a: stages name the loop 'chunk'; "
+    )
     assert result.stdout == ""
     result = run("show", "kda.forward", "--stage", "triton", "--set", "dtype=f16", "--set", "factors=bf16", status=1)
     assert result.stderr.startswith("error: kda.forward refuses these settings: fp16 inputs need fp16 factors")
@@ -132,6 +139,14 @@ def test_a_setting_of_the_environment_that_cannot_be_is_a_users_mistake_too(tmp_
     assert "Traceback" not in done.stderr
 
 
+def test_generated_sources_are_dumped_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("K3DSL_DUMP", str(tmp_path / "dump"))
+    shown = run("show", "kda.decode", *SMALL, "--stage", "triton", "--target", "sm_80").stdout
+    (path,) = (tmp_path / "dump").iterdir()
+    assert path.name.startswith("decode-sm_80-")
+    assert path.read_text().strip() == shown.strip()
+
+
 # ---- how text is read -------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +166,11 @@ def test_values_are_numbers_words_or_text(text, value):
 def test_dims_and_settings_may_be_given_at_once_or_one_by_one():
     assert parse_dims(["T=8192,H=96", "B=2"]) == {"T": 8192, "H": 96, "B": 2}
     assert parse_dims(None) == {}
-    assert parse_settings(["dtype=bf16", "scan.num_warps=8", "a=1", "a=2"]) == {"dtype": "bf16", "scan.num_warps": 8, "a": 2}
+    assert parse_settings(["dtype=bf16", "scan.num_warps=8", "a=1", "a=2"]) == {
+        "dtype": "bf16",
+        "scan.num_warps": 8,
+        "a": 2,
+    }
     for wrong in (["T"], ["T="], ["=3"], ["T=8192,,H=96"]):
         with pytest.raises(ArgumentError):
             parse_dims(wrong)
@@ -318,77 +337,3 @@ def test_demo_compiles_runs_and_says_what_comes_next():
     assert "decoded state against the long prefill's" in shown
     assert "FAIL" not in shown
     assert "k3dsl run kda.forward --cases whole" in shown
-
-
-# ---- the judge and the timer ------------------------------------------------------------------------------------------
-
-
-def judged(**changes):
-    """kda.decode on one small case, with fields of the op changed."""
-    op = get_op("kda.decode")
-    case = judge.cases_of(op, dims=parse_dims([SMALL[1]]))[0]
-    broken = type(op)(**{**vars(op), **changes})
-    (verdict,) = judge.judge(broken, [case])
-    return verdict
-
-
-def test_what_nobody_wrote_is_seen():
-    def lazy(q, v, state, **_):
-        return {"o": torch.empty_like(v), "state": state}
-
-    verdict = judged(call=lazy)
-    assert "of 384 elements are not finite" in verdict.problem
-
-
-def test_results_that_change_from_call_to_call_are_seen():
-    real, count = get_op("kda.decode").call, []
-
-    def restless(**kwargs):
-        out = real(**kwargs)
-        count.append(0)
-        out["state"].view(torch.int32)[0, 0, 0, 0] += len(count)  # the last bits
-        return out
-
-    verdict = judged(call=restless)
-    assert verdict.problem == "state of call 2 is not bitwise the first call's"
-
-
-def test_an_error_is_the_verdict_of_its_case():
-    def broken(**_):
-        raise EvaluationError("two writers")
-
-    assert judged(call=broken).problem == "two writers"
-    assert judged(call=lambda **_: 1 / 0).problem == "ZeroDivisionError: division by zero"
-
-
-def test_a_case_is_judged_on_what_was_drawn_not_on_what_a_call_left():
-    """The state is updated in place: each call must start from the drawn one, and the reference too."""
-    assert judged().passed
-
-
-def test_poison_goes_as_it_came():
-    with judge.poisoned():
-        assert torch.empty(3).isnan().all()
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_kernel_must_move_each_of_its_tensors_once():
-    """The issue's own count for bf16 and K = V = 128, per token and head: q, k, g 768 and beta 2 in; w, kg, qg 768, x and
-    aqk 4 C, decay 512 / C out."""
-    op = get_op("kda.forward")
-    point = op.point({"B": 2, "T": 256, "H": 3}, {"factors": "bf16"})
-    plan = point.plan("triton")
-    moved = timing.plan_traffic(plan, {})
-    tokens, chunk = 2 * 256 * 3, point.knobs["chunk"]
-    factors = 768 * tokens + 4 * chunk * tokens + 512 * tokens // chunk
-    parameters = 3 * 4 + 3 * 128 * 4
-    assert moved["prep"] == 770 * tokens + factors + parameters
-    states = 2 * 3 * 128 * 128 * 4
-    assert moved["scan"] == factors + 2 * 256 * tokens + states
-
-
-def test_decode_moves_only_the_slots_in_use():
-    op = get_op("kda.decode")
-    plan = op.point({"B": 2, "H": 1, "slots": 1000}, {}, symbolic=True).plan("triton")
-    state = 128 * 128 * 4
-    assert 2 * 2 * state < op.traffic_bytes(plan, {"B": 2, "slots": 1000})["decode"] < 2 * 2 * state + 4000

@@ -49,13 +49,13 @@ def test_handwritten_kernels_read_back(trace: Callable[[], Kernel]) -> None:
     reads_back(simplify(trace()))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(any_kernels())
 def test_generated_kernels_read_back(kernel: Kernel) -> None:
     reads_back(kernel)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(index_kernels())
 def test_generated_index_arithmetic_reads_back(kernel: Kernel) -> None:
     reads_back(kernel)

@@ -51,7 +51,7 @@ def test_right_kernels_pass() -> None:
         verify(simplify(kernel))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(any_kernels())
 def test_generated_kernels_pass_before_and_after_simplify(kernel: Kernel) -> None:
     verify(kernel)

@@ -20,7 +20,7 @@ SMALL = correctness_cases("small")
 
 
 @pytest.mark.parametrize("case", SMALL, ids=[c.name for c in SMALL])
-def test_forward_meets_its_limits_and_repeats_bitwise(case: Case) -> None:
+def test_forward_meets_its_limits_and_repeats_bitwise(case: Case, poisoned_memory: None) -> None:
     kwargs = make(case)
     o, state = kda(**kwargs)
     again, state_again = kda(**kwargs)
@@ -41,7 +41,9 @@ def test_every_knob_gives_right_numbers_into_poisoned_buffers(factors, knobs) ->
     chosen = FORWARD.resolve_knobs({"factors": factors, **knobs})
     dims = {"B": 1, "N": 1, "H": 2, "HK": 2, "K": 128, "V": 128, "T": Sym("T", min=1)}
     run = Executable(plans.forward(dims, chosen, options, "torch"), None, "cpu")
-    tensors = {n: kwargs[n] for n in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": kwargs["dt_bias"].view(2, 128)}
+    tensors = {n: kwargs[n] for n in ("q", "k", "v", "g", "beta", "A_log")} | {
+        "dt_bias": kwargs["dt_bias"].view(2, 128)
+    }
     values = {"T": 70}
     for name, shape, dtype in run.made:
         filled = torch.full(shape(values), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
@@ -186,7 +188,9 @@ def test_gradients_equal_those_of_the_recurrence() -> None:
 
     weight = torch.randn(1, 20, 1, 64, dtype=torch.float64)
     state_weight = torch.randn(1, 1, 64, 64, dtype=torch.float64)
-    for name, got, want in zip(names, gradients(kda), gradients(lambda **kw: chunked(**kw, dtype=torch.float64)), strict=True):
+    for name, got, want in zip(
+        names, gradients(kda), gradients(lambda **kw: chunked(**kw, dtype=torch.float64)), strict=True
+    ):
         assert_close_rms(f"gradient of {name}", got, want, 2e-5)
 
 
@@ -196,9 +200,7 @@ def test_opcheck_accepts_the_registrations() -> None:
         kwargs["q"], kwargs["k"], kwargs["v"], kwargs["g"], kwargs["beta"], kwargs["A_log"], kwargs["dt_bias"], None, None,
         None, True, True, True, True, False, False, -5.0, False,
     )  # fmt: skip
-    torch.library.opcheck(
-        torch.ops.k3dsl.kda_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(torch.ops.k3dsl.kda_forward.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_knob_that_does_not_fit_says_so() -> None:

@@ -26,7 +26,7 @@ def outputs(kernel: Kernel, dims: dict[str, int]) -> np.ndarray:
     return o
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(integer_kernels())
 def test_results_stay_the_same(kernel: Kernel) -> None:
     simpler = simplify(kernel)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from k3dsl.backends.triton.text import atom, grouped, pow2
 from k3dsl.ir.graph import Index, Kernel, Op, TensorParam
 from k3dsl.ir.symbols import INT32_MAX, Expr, Sym
 from k3dsl.passes.affine import affine, span_in_bounds
 
-
 MAX_GRID_YZ = 65535
-
-
-def pow2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 @dataclass
@@ -35,9 +30,9 @@ def dim_text(expr: Expr, wide: bool = False) -> str:
         if op in ("min", "max"):
             return f"tl.{op}imum({a}, {b})"
         if op == "cdiv":
-            more = f"{_atom(a)} + {int(b) - 1}" if b.isdigit() else f"{_atom(a)} + {_atom(b)} - 1"
-            return f"(({more}) // {_atom(b)})"
-        return f"({_atom(a)} {'//' if op == 'floordiv' else '%'} {_atom(b)})"
+            more = f"{atom(a)} + {int(b) - 1}" if b.isdigit() else f"{atom(a)} + {atom(b)} - 1"
+            return f"(({more}) // {atom(b)})"
+        return f"({atom(a)} {'//' if op == 'floordiv' else '%'} {atom(b)})"
 
     return expr.render(symbol, call)
 
@@ -130,15 +125,15 @@ class AccessPrinter:
         text, value, unit, wide = "", Expr.of(0), Expr.of(1), False
         for number, (name, position, stride) in enumerate(terms):
             known = position.constant
-            piece = str(known) if known is not None else _atom(name)
+            piece = str(known) if known is not None else atom(name)
             ratio = _quotient(unit, stride) if number else None
             if ratio is None:
                 if number:
                     parts.append(_Term(_scaled(text, value, unit, wide), value * unit, wide))
-                text, value, wide = piece, position, _exceeds(position)
+                text, value, wide = piece, position, exceeds(position)
             else:
-                left = _atom(text)
-                if not wide and _exceeds(value * ratio + position):
+                left = atom(text)
+                if not wide and exceeds(value * ratio + position):
                     wide = True
                     if not left.isdigit():
                         left = f"{left}.to(tl.int64)"
@@ -146,6 +141,8 @@ class AccessPrinter:
                         piece = f"{piece}.to(tl.int64)"
                 value = value * ratio + position
                 text = f"{left} * {_factor(ratio, wide)} + {piece}" if ratio.constant != 1 else f"{left} + {piece}"
+                if value.constant is not None:
+                    text = str(value.constant)
             unit = stride
         if not terms:
             return None
@@ -160,19 +157,19 @@ class AccessPrinter:
             index = axis.index
             if index.kind == "tile" and index.start is not None:
                 v = self.op.operands[index.start]
-                lanes = self._expand(_atom(self.text(index.start)), list(range(gather, gather + len(v.shape))))
+                lanes = self._expand(atom(self.text(index.start)), list(range(gather, gather + len(v.shape))))
                 last, wide = Expr.of(INT32_MAX), True
             elif axis.rank:
                 lanes = self.lanes(axis)
                 size = 1
                 for extent in index.shape:
                     size *= pow2(extent)
-                last, wide = Expr.of(size - 1), _exceeds(stride * (size - 1))
+                last, wide = Expr.of(size - 1), exceeds(stride * (size - 1))
             else:
                 continue
-            text = f"{_group(lanes)}.to(tl.int64)" if wide else lanes
+            text = f"{grouped(lanes)}.to(tl.int64)" if wide else lanes
             if stride.constant != 1:
-                text = f"{_group(text)} * {_factor(stride, wide=_exceeds(stride))}"
+                text = f"{grouped(text)} * {_factor(stride, wide=exceeds(stride))}"
             terms.append(_Term(text, last * stride, wide))
         return _summed(terms)
 
@@ -206,7 +203,7 @@ class AccessPrinter:
             text = self.text(slot)
             if self.permuted:
                 text = f"tl.permute({text}, ({', '.join(map(str, self.order))}))"
-            out.append(_atom(text))
+            out.append(atom(text))
         return out
 
     def pointer(self) -> str:
@@ -215,10 +212,10 @@ class AccessPrinter:
         if tiles and not any(axis.index.kind == "tile" for axis in self.axes):
             tiles = [self.share(" + ".join(tiles), f"{self.tensor.name}_offsets")]
         if scalar is not None:
-            base = f"{base} + {_group(scalar)}"
+            base = f"{base} + {grouped(scalar)}"
         if tiles:
             joined = " + ".join(tiles)
-            base = f"{base} + ({joined})" if len(tiles) > 1 else f"{base} + {_group(joined)}"
+            base = f"{base} + ({joined})" if len(tiles) > 1 else f"{base} + {grouped(joined)}"
         return base
 
     def descriptor_block(self) -> tuple[tuple[int, ...], list[str]]:
@@ -237,7 +234,7 @@ class AccessPrinter:
                 block.append(size if index.kind == "span" else 1)
                 start = self.text(index.start)
                 narrow = self.op.operands[index.start].dtype.bits <= 32
-                corner.append(start if narrow else f"{_atom(start)}.to(tl.int32)")
+                corner.append(start if narrow else f"{atom(start)}.to(tl.int32)")
         return tuple(block), corner
 
     def descriptor_reason(self) -> str | None:
@@ -277,16 +274,16 @@ class _Term:
 
 def _summed(terms: list[_Term]) -> list[str]:
     """The texts in an order in which no partial sum overflows: 64-bit terms first; one is made if the sum needs it."""
-    terms = [_Term(t.text, t.value, t.wide or _exceeds(t.value)) for t in terms]
+    terms = [_Term(t.text, t.value, t.wide or exceeds(t.value)) for t in terms]
     terms.sort(key=lambda t: not t.wide)
-    if len(terms) > 1 and not terms[0].wide and _exceeds(sum((t.value for t in terms), Expr.of(0))):
+    if len(terms) > 1 and not terms[0].wide and exceeds(sum((t.value for t in terms), Expr.of(0))):
         first = next((t for t in terms if t.value.constant is None or not t.text.isdigit()), terms[0])
         terms.remove(first)
-        terms.insert(0, _Term(f"{_atom(first.text)}.to(tl.int64)", first.value, True))
+        terms.insert(0, _Term(f"{atom(first.text)}.to(tl.int64)", first.value, True))
     return [t.text for t in terms]
 
 
-def _exceeds(expr: Expr) -> bool:
+def exceeds(expr: Expr) -> bool:
     """True when the value may not fit 32 bits. A grid's second and third axis have at most 65535 programs."""
     limits = {
         name: Expr.of(Sym(name, s.divisible_by, s.min, min(s.max, MAX_GRID_YZ - 1)))
@@ -303,10 +300,10 @@ def _quotient(a: Expr, b: Expr) -> Expr | None:
         return None
     (m, c), (n, e) = next(iter(a.terms.items())), next(iter(b.terms.items()))
     rest = list(m)
-    for atom in n:
-        if atom not in rest:
+    for factor in n:
+        if factor not in rest:
             return None
-        rest.remove(atom)
+        rest.remove(factor)
     ratio = c / e
     return Expr({tuple(rest): ratio}) if ratio.denominator == 1 else None
 
@@ -314,33 +311,16 @@ def _quotient(a: Expr, b: Expr) -> Expr | None:
 def _scaled(text: str, value: Expr, stride: Expr, wide: bool) -> str:
     """text * stride, in 64 bits where the product may not fit 32."""
     if value.constant is not None:
-        return dim_text(stride * value, wide=_exceeds(stride * value))
+        return dim_text(stride * value, wide=exceeds(stride * value))
     if stride.constant == 1:
         return text
     if wide:
-        return f"{_atom(text)} * {_factor(stride, wide=_exceeds(stride))}"
-    if _exceeds(value * stride):
-        return f"{_atom(text)}.to(tl.int64) * {_factor(stride, wide=_exceeds(stride))}"
-    return f"{_atom(text)} * {_factor(stride)}"
+        return f"{atom(text)} * {_factor(stride, wide=exceeds(stride))}"
+    if exceeds(value * stride):
+        return f"{atom(text)}.to(tl.int64) * {_factor(stride, wide=exceeds(stride))}"
+    return f"{atom(text)} * {_factor(stride)}"
 
 
 def _factor(stride: Expr, wide: bool = False) -> str:
     text = dim_text(stride, wide)
     return text if len(stride.terms) <= 1 and "//" not in text else f"({text})"
-
-
-def _atom(text: str) -> str:
-    return text if text.isidentifier() or text.isdigit() or (text.startswith("(") and _closed(text)) else f"({text})"
-
-
-def _closed(text: str) -> bool:
-    depth = 0
-    for k, ch in enumerate(text):
-        depth += (ch == "(") - (ch == ")")
-        if depth == 0 and k < len(text) - 1:
-            return False
-    return True
-
-
-def _group(text: str) -> str:
-    return f"({text})" if " + " in text and not (text.startswith("(") and _closed(text)) else text

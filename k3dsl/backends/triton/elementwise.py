@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from k3dsl.backends.triton.text import opened
 from k3dsl.ir.types import DType, f32
 
 TL_DTYPES = {
@@ -173,19 +174,22 @@ def literal(value: float | int | bool, dtype: DType) -> str:
 
 
 def infix(opcode: str) -> str | None:
+    """The operator of a binary op, if it is written as one."""
     return _INFIX.get(opcode)
 
 
-def call_text(opcode: str, arg: str, approx: bool, asm: bool) -> tuple[str, bool]:
+def call_text(opcode: str, arg: str, dtype: DType, approx: bool, asm: bool) -> tuple[str, bool]:
     """Text of a unary float function of an atom, and whether it is an atom itself (needs no parentheses).
 
-    asm: the target takes inline PTX; without it the exact form is used.
+    dtype: in which it is computed. asm: the target takes inline PTX; without it the exact form is used.
     """
     template = _CALLS[opcode]
-    if approx and asm and opcode in _APPROXIMATE:
+    if approx and asm and dtype == f32 and opcode in _APPROXIMATE:
         template = _APPROXIMATE[opcode]
-    if template.endswith("({})") and arg.startswith("(") and not arg.startswith("(-float"):
-        arg = arg[1:-1]  # an atom in parentheses is closed
+    if opcode == "sqrt" and dtype.bits == 64:
+        template = "tl.sqrt({})"  # tl.sqrt_rn is of fp32 only
+    if template.endswith("({})"):
+        arg = opened(arg)
     return template.format(arg), not template.startswith("1.0 /")
 
 
@@ -198,5 +202,7 @@ def minmax(opcode: str, dtype: DType, a: str, b: str) -> str:
 
 
 def needs_f32(opcode: str, dtype: DType) -> bool:
-    """Functions (and division) of 16-bit floats are computed in fp32 and rounded once."""
-    return dtype.is_float and dtype.bits < f32.bits and (opcode in _CALLS or opcode == "div")
+    """Functions (and division) of 16-bit floats, and everything of 8-bit floats, is computed in fp32 and rounded once."""
+    if not dtype.is_float or dtype.bits >= f32.bits:
+        return False
+    return dtype.bits == 8 or opcode in _CALLS or opcode == "div"

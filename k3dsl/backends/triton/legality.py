@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from k3dsl.backends.base import Reason
-from k3dsl.backends.triton.access import AccessPrinter, pow2
+from k3dsl.backends.triton.access import AccessPrinter
 from k3dsl.backends.triton.printer import RESERVED
 from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.backends.triton.text import pow2
 from k3dsl.ir.graph import Kernel, walk
-from k3dsl.ir.types import bf16, f16, f32, f64, i32, i64
+from k3dsl.ir.types import bf16, f8e4m3, f16, f32, f64, i32, i64
 from k3dsl.targets import Target
 
 MAX_TILE = 1 << 20
@@ -37,6 +38,10 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
             Reason("threads", f"{schedule.num_warps} warps of {target.warp_size} exceed {limit} threads a program")
         )
     reasons += _names(kernel)
+    if target.vendor == "nvidia" and isinstance(target.arch, int) and target.arch < 89:
+        used = {t.dtype for t in kernel.tensors} | {v.dtype for op in walk(kernel.body) for v in op.results}
+        if f8e4m3 in used:
+            reasons.append(Reason("dtype", f"{target.name} has no f8e4m3", kernel.source))
     for op in walk(kernel.body):
         for v in op.results:
             size = 1
@@ -49,7 +54,9 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
             least = MIN_DOT_K[a.dtype.bits]
             if pow2(a.shape[-1]) < least:
                 reasons.append(
-                    Reason("dot_k", f"a {a.dtype} dot needs an inner extent of at least {least}, got {a.shape[-1]}", op.loc)
+                    Reason(
+                        "dot_k", f"a {a.dtype} dot needs an inner extent of at least {least}, got {a.shape[-1]}", op.loc
+                    )
                 )
             if a.dtype == f32 and target.vendor == "amd" and op.attrs["precision"] == "tf32x3":
                 reasons.append(Reason("precision", "AMD targets have no tf32x3 products; use ieee or tf32", op.loc))
@@ -83,7 +90,9 @@ def _names(kernel: Kernel) -> list[Reason]:
     reasons = []
     for name in dict.fromkeys([kernel.name, *names]):
         if name in RESERVED or not name.isidentifier():
-            reasons.append(Reason("name", f"the name {name!r} means something else in generated Triton; rename it", kernel.source))
+            reasons.append(
+                Reason("name", f"the name {name!r} means something else in generated Triton; rename it", kernel.source)
+            )
         elif names.count(name) > 1:
             reasons.append(Reason("name", f"{name!r} is the name of two parameters or dims; rename one", kernel.source))
     return reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from k3dsl.backends.base import Arg, Source
 from k3dsl.backends.triton.legality import check
 from k3dsl.backends.triton.printer import Printer
@@ -33,8 +32,10 @@ def arguments(kernel: Kernel, names: list[str]) -> tuple[Arg, ...]:
         if s.name not in names:
             continue
         dtype = "i32" if s.max <= INT32_MAX else "i64"
-        kind = "stride" if s.name in strides else "dim"
-        args.append(Arg(s.name, kind, dtype, s.divisible_by, strides.get(s.name, s.name)))
+        if s.name in strides:
+            args.append(Arg(s.name, "stride", dtype, s.divisible_by, strides[s.name]))
+        else:
+            args.append(Arg(s.name, "dim", dtype, s.divisible_by, s.name))
     args += [Arg(s.name, "scalar", s.dtype.name, 1, s.name) for s in kernel.scalars]
     return tuple(args)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import keyword
 import re
 
-from k3dsl.backends.triton.access import AccessPrinter, _atom, _closed, _exceeds, dim_text, pow2
+from k3dsl.backends.triton.access import AccessPrinter, dim_text, exceeds
 from k3dsl.backends.triton.elementwise import HELPERS, TL_DTYPES, call_text, infix, literal, minmax, needs_f32
 from k3dsl.backends.triton.reductions import ReductionPrinter
 from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.backends.triton.text import atom, opened, pow2
 from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel, Op, Region, Value, walk
 from k3dsl.ir.opset import BINARY, BITWISE, COMPARE, UNARY_FLOAT
@@ -96,7 +97,7 @@ class Printer(ReductionPrinter):
 
     def atom(self, v: Value) -> str:
         t = self.text_of[id(v)]
-        return t if id(v) in self.atomic else _atom(t)
+        return t if id(v) in self.atomic else atom(t)
 
     def bind(
         self, op: Op, text: str, *, atomic: bool = False, inline: bool = True, zero: bool = False, fallback: str = "t"
@@ -168,7 +169,7 @@ class Printer(ReductionPrinter):
                 name = self.name(f"{tensor.name}_desc")
                 self.descriptors[tensor.name, block] = name
                 shape = ", ".join(dim_text(e) for e in tensor.shape)
-                strides = ", ".join(dim_text(e, wide=_exceeds(e)) for e in tensor.stride_exprs())
+                strides = ", ".join(dim_text(e, wide=exceeds(e)) for e in tensor.stride_exprs())
                 self.line(
                     f"{name} = tl.make_tensor_descriptor({tensor.name}, [{shape}], [{strides}], {list(block)})", op.loc
                 )
@@ -207,17 +208,17 @@ class Printer(ReductionPrinter):
             if code == "exp2" and self.asm and dtype == f32 and source is not None and source.opcode == "neg":
                 text, atomic = f"{self.helper('_exp2_neg')}({self.text(source.operands[0])})", True
             else:
-                approximate = bool(op.attrs.get("approx")) and dtype.bits <= f32.bits
-                text, atomic = call_text(code, args[0], approximate, self.asm)
+                computed = f32 if narrow else dtype
+                text, atomic = call_text(code, args[0], computed, bool(op.attrs.get("approx")), self.asm)
                 for name in HELPERS:
                     if f"{name}(" in text:
                         self.helper(name)
         elif code in ("min", "max"):
-            text, atomic = minmax(code, dtype, _open(args[0]), _open(args[1])), True
+            text, atomic = minmax(code, f32 if narrow else dtype, opened(args[0]), opened(args[1])), True
         elif code == "neg":
             text = f"-{args[0]}"
         elif code == "abs":
-            text, atomic = f"tl.abs({_open(args[0])})", True
+            text, atomic = f"tl.abs({opened(args[0])})", True
         elif code == "not":
             text = f"~{args[0]}" if not dtype.is_bool else f"{args[0]} == 0"
         else:
@@ -225,8 +226,8 @@ class Printer(ReductionPrinter):
             if symbol is None:
                 raise LegalityError(f"the Triton backend does not know op {code!r}", where=op.loc)
             text = f"{args[0]} {symbol} {args[1]}"
-        if narrow:
-            text, atomic = f"{_atom(text) if not atomic else text}.to({TL_DTYPES[dtype.name]})", True
+        if narrow and code not in COMPARE:
+            text, atomic = f"{text if atomic else atom(text)}.to({TL_DTYPES[dtype.name]})", True
         self.bind(op, text, atomic=atomic, zero=self._keeps_zero(op))
 
     def held(self, v: Value) -> str:
@@ -240,7 +241,7 @@ class Printer(ReductionPrinter):
         )
 
     def op_where(self, op: Op) -> None:
-        c, a, b = (_open(self._operand(v, op)) for v in op.operands)
+        c, a, b = (opened(self._operand(v, op)) for v in op.operands)
         dtype = op.result.dtype
         if all(_literal(v) for v in op.operands[1:]) and dtype.name not in ("f32", "i32"):
             a = f"tl.full([], {a}, {TL_DTYPES[dtype.name]})"
@@ -251,7 +252,10 @@ class Printer(ReductionPrinter):
         if dtype.is_bool:
             self.bind(op, f"{self.atom(v)} != 0")
             return
-        text = f"{self.held(v) if _bare(v) else self.atom(v)}.to({TL_DTYPES[dtype.name]})"
+        text = self.held(v) if _bare(v) else self.atom(v)
+        if 8 in (dtype.bits, v.dtype.bits) and f32 not in (dtype, v.dtype) and (dtype.is_float or v.dtype.is_float):
+            text = f"{text}.to(tl.float32)"  # the one dtype that 8-bit floats and integers convert to and from
+        text = f"{text}.to({TL_DTYPES[dtype.name]})"
         self.bind(op, text, atomic=True, zero=id(v) in self.zero_padded)
 
     # ---- constants and shapes ----------------------------------------------------------------------------------------
@@ -354,7 +358,7 @@ class Printer(ReductionPrinter):
         return AccessPrinter(op, tensor, self.kernel, lambda slot: self.text(op.operands[slot]), self.share)
 
     def _mask_text(self, masks: list[str]) -> str:
-        return " & ".join(masks) if len(masks) > 1 else _open(masks[0])
+        return " & ".join(masks) if len(masks) > 1 else opened(masks[0])
 
     def op_load(self, op: Op) -> None:
         access = self._access(op)
@@ -394,9 +398,8 @@ class Printer(ReductionPrinter):
         if access.tensor.name in self.schedule.descriptors:
             block, corner = access.descriptor_block()
             name = self.descriptors[access.tensor.name, block]
-            if v.op is not None and v.op.opcode == "broadcast" and v.op.operands[0].shape == ():
-                value = f"tl.full({list(block)}, {value}, {TL_DTYPES[v.dtype.name]})"
-            elif not access.rank:
+            source = v.op.operands[0] if v.op is not None and v.op.opcode == "broadcast" else v
+            if source.shape == () and value == self.text(source):  # a number for the whole block
                 value = f"tl.full({list(block)}, {value}, {TL_DTYPES[v.dtype.name]})"
             elif list(block) != [pow2(n) for n in access.shape]:
                 value = f"tl.reshape({value}, {list(block)})"
@@ -426,7 +429,7 @@ class Printer(ReductionPrinter):
         i = self.name(index.name, "i")
         if op.attrs.get("reverse"):
             # Triton runs forwards only
-            trips = _atom(stop) if start == "0" else f"{_atom(stop)} - {_atom(start)}"
+            trips = atom(stop) if start == "0" else f"{atom(stop)} - {atom(start)}"
             if step > 1:
                 trips = f"({trips} + {step - 1}) // {step}"
             if not trips.isalnum():
@@ -436,7 +439,7 @@ class Printer(ReductionPrinter):
             self.line(f"for {back} in tl.range(0, {trips}, num_stages={stages}):", op.loc)
             self.depth += 1
             at = f"{trips} - 1 - {back}" if step == 1 else f"({trips} - 1 - {back}) * {step}"
-            self.line(f"{i} = {at}" if start == "0" else f"{i} = {_atom(start)} + ({at})")
+            self.line(f"{i} = {at}" if start == "0" else f"{i} = {atom(start)} + ({at})")
         else:
             by = f", {step}" if step != 1 else ""
             self.line(f"for {i} in tl.range({start}, {stop}{by}, num_stages={stages}):", op.loc)
@@ -475,11 +478,6 @@ class Printer(ReductionPrinter):
         if len(self.lines) == before:
             self.line("pass")
         self.depth -= 1
-
-
-def _open(text: str) -> str:
-    """The text without parentheses around all of it."""
-    return text[1:-1] if text.startswith("(") and _closed(text) else text
 
 
 def _bare(v: Value) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from k3dsl.backends.triton.access import pow2
 from k3dsl.backends.triton.elementwise import HELPERS, TL_DTYPES, literal
-from k3dsl.ir.graph import Op, Region, Value
+from k3dsl.backends.triton.text import pow2
 from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.graph import Op, Region, Value
 from k3dsl.ir.scalars import integer_range
 from k3dsl.ir.types import DType, f32
 
@@ -55,7 +55,14 @@ class ReductionPrinter:
         def text(self, v: Value) -> str: ...
         def atom(self, v: Value) -> str: ...
         def bind(
-            self, op: Op, text: str, *, atomic: bool = False, inline: bool = True, zero: bool = False, fallback: str = "t"
+            self,
+            op: Op,
+            text: str,
+            *,
+            atomic: bool = False,
+            inline: bool = True,
+            zero: bool = False,
+            fallback: str = "t",
         ) -> None: ...
         def helper(self, name: str, text: str | None = None) -> str: ...
         def region(self, region: Region) -> None: ...

@@ -1,0 +1,349 @@
+"""Mistakes in a kernel: each error names the author's file and line, the reason and what to change."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from ir_examples import Body, trace_body
+
+from k3dsl.errors import ArgumentError, K3Error, TraceError, UnknownNameError, VerifyError
+from k3dsl.ir.printer import print_kernel
+from k3dsl.ir.symbols import Sym
+from k3dsl.ir.types import DType
+from k3dsl.ir.verifier import verify
+from k3dsl.language import (
+    In,
+    Out,
+    TensorSpec,
+    arange,
+    bf16,
+    dot,
+    f32,
+    i1,
+    kernel,
+    loop,
+    program_id,
+    reduce,
+    span,
+    when,
+    where,
+)
+
+
+def use_if(d, c, x, o, e):
+    if x[0, 0] > 0.0:  # mistake
+        o[0] = x[0]
+
+
+def use_and(d, c, x, o, e):
+    o[0] = where(x[0] > 0.0 and x[0] < 1.0, 1.0, 0.0)  # mistake
+
+
+def use_range(d, c, x, o, e):
+    for i in range(e.ids[0]):  # mistake
+        o[i] = 0.0
+
+
+def mix_halves(d, c, x, o, e):
+    o[0] = (e.half[:] + e.brain[:]).to(f32)  # mistake
+
+
+def mix_in_dot(d, c, x, o, e):
+    dot(e.half[:][None, :], e.brain[:][:, None])  # mistake
+
+
+def leak(d, c, x, o, e):
+    kept = []
+
+    @loop(4)
+    def body(i):
+        kept.append(x[i])
+
+    o[0] = kept[0]  # mistake
+
+
+def leak_from_when(d, c, x, o, e):
+    kept = []
+
+    @when(program_id(0) > 0)
+    def body():
+        kept.append(x[0])
+
+    o[0] = kept[0]  # mistake
+
+
+def carry_shape(d, c, x, o, e):
+    @loop(4, init=x[0])  # mistake
+    def body(i, a):
+        return a.reshape(4, 4)
+
+
+def carry_dtype(d, c, x, o, e):
+    @loop(4, init=x[0])  # mistake
+    def body(i, a):
+        return a.to(bf16)
+
+
+def carry_count(d, c, x, o, e):
+    @loop(4, init=x[0])  # mistake
+    def body(i, a):
+        return a, a
+
+
+def carry_forgotten(d, c, x, o, e):
+    @loop(4, init=x[0])  # mistake
+    def body(i, a):
+        a + 1.0
+
+
+def loop_over_float(d, c, x, o, e):
+    @loop(e.scale)  # mistake
+    def body(i):
+        pass
+
+
+def step_backwards(d, c, x, o, e):
+    @loop(4, step=-1)  # mistake
+    def body(i):
+        pass
+
+
+def when_over_tile(d, c, x, o, e):
+    @when(x[0] > 0.0)  # mistake
+    def body():
+        o[0] = 0.0
+
+
+def when_returns(d, c, x, o, e):
+    @when(program_id(0) > 0)  # mistake
+    def body():
+        return x[0]
+
+
+def shapes_apart(d, c, x, o, e):
+    x[0] + x[span(0, 4)].T  # mistake
+
+
+def iterate(d, c, x, o, e):
+    list(x[0])  # mistake
+
+
+def span_of_traced_size(d, c, x, o, e):
+    x[span(0, e.ids[0])]  # mistake
+
+
+def python_slice(d, c, x, o, e):
+    x[0:4]  # mistake
+
+
+def whole_runtime_axis(d, c, x, o, e):
+    x[:, 0]  # mistake
+
+
+def too_many_indices(d, c, x, o, e):
+    x[0, 0, 0]  # mistake
+
+
+def float_index(d, c, x, o, e):
+    x[e.scale]  # mistake
+
+
+def store_other_dtype(d, c, x, o, e):
+    o[0] = e.brain[:]  # mistake
+
+
+def store_other_shape(d, c, x, o, e):
+    o[0] = x[0].reshape(4, 4)  # mistake
+
+
+def write_input(d, c, x, o, e):
+    x[0] = o.dtype and 0.0  # mistake
+
+
+def read_output(d, c, x, o, e):
+    o[0]  # mistake
+
+
+def index_a_tile(d, c, x, o, e):
+    x[0][e.ids[0]]  # mistake
+
+
+def pick_outside(d, c, x, o, e):
+    x[0][16]  # mistake
+
+
+def regroup(d, c, x, o, e):
+    x[0].reshape(3, 5)  # mistake
+
+
+def transpose_a_row(d, c, x, o, e):
+    o[0] = x[0].T  # mistake
+
+
+def divide_floats_whole(d, c, x, o, e):
+    x[0] // 2  # mistake
+
+
+def choose_by_number(d, c, x, o, e):
+    where(x[0], 1.0, 0.0)  # mistake
+
+
+def add_text(d, c, x, o, e):
+    x[0] + "1"  # mistake
+
+
+def bad_dot(d, c, x, o, e):
+    dot(x[span(0, 4)], x[span(0, 4)])  # mistake
+
+
+def bad_precision(d, c, x, o, e):
+    dot(x[span(0, 4)], x[span(0, 4)].T, precision="fast")  # mistake
+
+
+def combine_count(d, c, x, o, e):
+    reduce((x[0],), 0, lambda a, b: (a, b))  # mistake
+
+
+def init_of_numbers(d, c, x, o, e):
+    @loop(4, init=(1.0, 2.0))  # mistake
+    def body(i, a, b):
+        return a, b
+
+
+MISTAKES: list[tuple[Body, type[K3Error], str, str]] = [
+    (use_if, TraceError, "a traced value has no truth value", "use where(cond, a, b) to choose, @when(cond)"),
+    (use_and, TraceError, "a traced value has no truth value", "use where(cond, a, b) to choose"),
+    (use_range, TraceError, "a traced value is not a Python number", "loop with @loop(n)"),
+    (mix_halves, TraceError, "f16 and bf16 have no common dtype", "cast one operand, e.g. .to(f32)"),
+    (mix_in_dot, VerifyError, "must share one float dtype, got f16 and bf16", "cast one with .to(...)"),
+    (leak, TraceError, "uses a value made inside a loop or when body that has ended", "carry it with init="),
+    (leak_from_when, TraceError, "uses a value made inside a loop or when body that has ended", "carry it with init="),
+    (carry_shape, VerifyError, "the body returns (f32[4,4]) but carries (f32[16])", "return one value for each init"),
+    (carry_dtype, VerifyError, "the body returns (bf16[16]) but carries (f32[16])", "return one value for each init"),
+    (carry_count, TraceError, "the loop body returns 2 values but carries 1", "return one value for each init"),
+    (carry_forgotten, TraceError, "the loop body returns 0 values but carries 1", "return one value for each init"),
+    (loop_over_float, TraceError, "expected an integer scalar, got f32", ""),
+    (step_backwards, VerifyError, "step must be at least 1, got -1", "use reverse=True"),
+    (when_over_tile, VerifyError, "the condition must be a bool scalar, got i1[16]", "reduce it with any()/all()"),
+    (when_returns, TraceError, "a when body returns nothing", "choose values with where(cond, a, b)"),
+    (shapes_apart, TraceError, "shapes [16] and [16, 4] do not broadcast", "insert axes with x[:, None]"),
+    (iterate, TraceError, "a tile cannot be iterated", "use reductions, reshape or @loop"),
+    (span_of_traced_size, TraceError, "span size must be a positive static int", "the true end with end="),
+    (python_slice, TraceError, "a tensor slice must be ':'", "use span(start, size, end=...)"),
+    (whole_runtime_axis, TraceError, "':' needs a static axis, axis 0 of x is T", "use span(start, size, end=...)"),
+    (too_many_indices, TraceError, "x has 2 axes, got 3 indices", "give at most one index an axis"),
+    (float_index, TraceError, "expected an integer scalar, got f32", ""),
+    (store_other_dtype, VerifyError, "takes f32[16], got bf16[16]", "reshape, broadcast or cast the value"),
+    (store_other_shape, VerifyError, "takes f32[16], got f32[4,4]", "reshape, broadcast or cast the value"),
+    (write_input, VerifyError, "x is declared In and cannot be written", "declare it Out or InOut"),
+    (read_output, VerifyError, "o is declared Out and cannot be read", "declare it InOut"),
+    (index_a_tile, TraceError, "a tile index takes ':', None and static integers", "index the tensor instead"),
+    (pick_outside, VerifyError, "position 16 is out of range for axis 0 of f32[16]", ""),
+    (regroup, VerifyError, "cannot reshape f32[16] (16 elements) to [3, 5] (15)", ""),
+    (transpose_a_row, TraceError, ".T needs two axes, got f32[16]", ""),
+    (divide_floats_whole, VerifyError, "takes integers, got f32", ""),
+    (choose_by_number, VerifyError, "the condition must be bool, got f32", "compare first, e.g. x > 0"),
+    (add_text, TraceError, "expected a traced value or a number, got str", "use tiles, Python numbers and dims"),
+    (bad_dot, VerifyError, "inner extents differ: f32[4,16] times f32[4,16]", "transpose one operand with .T"),
+    (bad_precision, VerifyError, "unknown precision 'fast'", "one of bf16, fp16, tf32, tf32x3, ieee"),
+    (combine_count, TraceError, "combine must return 1 values, got 2", ""),
+    (init_of_numbers, TraceError, "init must be tiles, got float", "use zeros() or full()"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m[0].__name__)
+def test_a_mistake_names_the_line_the_reason_and_the_change(mistake: tuple[Body, type[K3Error], str, str]) -> None:
+    body, kind, reason, fix = mistake
+    source, first = inspect.getsourcelines(body)
+    line = first + next(k for k, text in enumerate(source) if "# mistake" in text)
+    with pytest.raises(kind) as caught:
+        trace_body(body)
+    message = str(caught.value)
+    assert f"test_frontend_errors.py:{line}: " in message.splitlines()[0]
+    assert reason in message
+    assert fix in (caught.value.fix or "")
+
+
+def test_unknown_dims_and_knobs_name_their_neighbours() -> None:
+    dims = {"T": Sym("T", 16), "tokens": 3, "heads": 4, "K": 16}
+    with pytest.raises(UnknownNameError, match="unknown dim 'token'; did you mean tokens"):
+        trace_body(lambda d, c, x, o, e: d.token, dims=dims)
+    with pytest.raises(UnknownNameError, match="unknown knob 'block_w'; did you mean block_v"):
+        trace_body(lambda d, c, x, o, e: c.block_w, block_v=4)
+    with pytest.raises(UnknownNameError, match="unknown dim 'Q'; known: K, T, heads, tokens"):
+        trace_body(lambda d, c, x, o, e: d.Q, dims=dims)
+
+
+def test_a_runtime_dim_is_no_python_number() -> None:
+    with pytest.raises(TraceError, match="T is only known at run time"):
+        trace_body(lambda d, c, x, o, e: [o for _ in range(d.T)])
+    with pytest.raises(TraceError, match="runtime dim expression T was used where Python needs a plain number"):
+        trace_body(lambda d, c, x, o, e: 1 if d.T else 2)
+
+
+def test_the_language_works_inside_kernels_only() -> None:
+    with pytest.raises(TraceError, match=r"test_frontend_errors.py:\d+: a language operation ran outside a kernel"):
+        arange(4)
+
+
+def test_a_kernel_returns_nothing_and_has_one_to_three_axes() -> None:
+    with pytest.raises(TraceError, match="kernel k returns a value"):
+        trace_body(lambda d, c, x, o, e: x[0])
+
+    @kernel(grid=lambda d, c: (1, 1, 1, 1))
+    def four(d, c, o=Out("4", f32)):
+        o[:] = 0.0
+
+    with pytest.raises(TraceError, match="kernel four: a grid has 1 to 3 axes, got 4"):
+        four.trace({})
+
+
+def test_every_parameter_is_declared() -> None:
+    with pytest.raises(TraceError, match="parameter 'x' of kernel bare is not declared"):
+
+        @kernel(grid=lambda d, c: (1,))
+        def bare(d, c, x):
+            pass
+
+    with pytest.raises(TraceError, match="kernel empty must take"):
+
+        @kernel(grid=lambda d, c: (1,))
+        def empty():
+            pass
+
+
+def copy_kernel_of(dtype: DType | None) -> Any:
+    @kernel(grid=lambda d, c: (1,))
+    def copy(d, c, x=In("T", dtype), o=Out("T", f32)):
+        o[0] = x[0].to(f32)
+
+    return copy
+
+
+def test_tensors_are_given_by_name_and_dtype() -> None:
+    with pytest.raises(ArgumentError, match="kernel copy: no dtype given for tensor 'x'"):
+        copy_kernel_of(None).trace({"T": 4})
+    with pytest.raises(UnknownNameError, match="unknown parameter of kernel copy 'y'"):
+        copy_kernel_of(None).trace({"T": 4}, {}, {"y": f32})
+    with pytest.raises(ArgumentError, match="tensor 'x' is f32, got bf16"):
+        copy_kernel_of(f32).trace({"T": 4}, {}, {"x": bf16})
+    with pytest.raises(ArgumentError, match="tensor 'x' has 1 axes, got 2 strides"):
+        copy_kernel_of(None).trace({"T": 4}, {}, {"x": TensorSpec(f32, (1, 1))})
+    verify(copy_kernel_of(None).trace({"T": 4}, {}, {"x": i1}))
+
+
+def test_tracing_twice_gives_fresh_kernels() -> None:
+    k = copy_kernel_of(f32)
+    first, second = k.trace({"T": 4}), k.trace({"T": 4})
+    assert print_kernel(first) == print_kernel(second)
+    assert first.body is not second.body
+
+
+def test_a_failed_trace_leaves_nothing_behind() -> None:
+    with pytest.raises(TraceError):
+        trace_body(use_if)
+    with pytest.raises(TraceError, match="outside a kernel"):
+        arange(4)
+    verify(copy_kernel_of(f32).trace({"T": 4}))

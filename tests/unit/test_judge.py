@@ -1,0 +1,148 @@
+"""The judge sees what is wrong with an op, and the timer counts what a launch must move."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from k3dsl.errors import EvaluationError
+from k3dsl.ops.registry import get_op
+from k3dsl.runtime import judge, timing
+from k3dsl.runtime.executable import recording
+
+SMALL = {"B": 3, "H": 2, "K": 64, "V": 64, "slots": 4}
+
+
+def judged(**changes):
+    """kda.decode on one small case, with fields of the op changed."""
+    op = get_op("kda.decode")
+    case = judge.cases_of(op, dims=SMALL)[0]
+    broken = type(op)(**{**vars(op), **changes})
+    (verdict,) = judge.judge(broken, [case])
+    return verdict
+
+
+def test_what_nobody_wrote_is_seen():
+    def lazy(q, v, state, **_):
+        return {"o": torch.empty_like(v), "state": state}
+
+    verdict = judged(call=lazy)
+    assert "of 384 elements are not finite" in verdict.problem
+
+
+def test_results_that_change_from_call_to_call_are_seen():
+    real, count = get_op("kda.decode").call, []
+
+    def restless(**kwargs):
+        out = real(**kwargs)
+        count.append(0)
+        out["state"].view(torch.int32)[0, 0, 0, 0] += len(count)  # the last bits
+        return out
+
+    verdict = judged(call=restless)
+    assert verdict.problem == "state of call 2 is not bitwise the first call's"
+
+
+def test_an_error_is_the_verdict_of_its_case():
+    def broken(**_):
+        raise EvaluationError("two writers")
+
+    assert judged(call=broken).problem == "two writers"
+    assert judged(call=lambda **_: 1 / 0).problem == "ZeroDivisionError: division by zero"
+
+
+def test_a_case_is_judged_on_what_was_drawn_not_on_what_a_call_left():
+    """The state is updated in place: each call must start from the drawn one, and the reference too."""
+    assert judged().passed
+
+
+def test_poison_goes_as_it_came():
+    with judge.poisoned():
+        assert torch.empty(3).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_kernel_must_move_each_of_its_tensors_once():
+    """The issue's own count for bf16 and K = V = 128, per token and head: q, k, g 768 and beta 2 in; w, kg, qg 768, x and
+    aqk 4 C, decay 512 / C out."""
+    op = get_op("kda.forward")
+    point = op.point({"B": 2, "T": 256, "H": 3}, {"factors": "bf16"})
+    plan = point.plan("triton")
+    moved = timing.plan_traffic(plan, {})
+    tokens, chunk = 2 * 256 * 3, point.knobs["chunk"]
+    factors = 768 * tokens + 4 * chunk * tokens + 512 * tokens // chunk
+    parameters = 3 * 4 + 3 * 128 * 4
+    assert moved["prep"] == 770 * tokens + factors + parameters
+    states = 2 * 3 * 128 * 128 * 4
+    assert moved["scan"] == factors + 2 * 256 * tokens + states
+
+
+def test_decode_moves_only_the_slots_in_use():
+    op = get_op("kda.decode")
+    plan = op.point({"B": 2, "H": 1, "slots": 1000}, {}, symbolic=True).plan("triton")
+    state = 128 * 128 * 4
+    assert 2 * 2 * state < op.traffic_bytes(plan, {"B": 2, "slots": 1000})["decode"] < 2 * 2 * state + 4000
+
+
+def test_each_launch_of_a_call_is_timed_alone_against_its_floor():
+    op = get_op("kda.forward")
+    kwargs = op.inputs(op.resolve_dims({"T": 64, "H": 1, "K": 64, "V": 64}), op.resolve_options({}), "cpu", 0)
+    with recording() as calls:
+        op.call(**kwargs)
+    (call,) = calls
+    launches = timing.launch_times(op, call, rate_gbps=100.0, rep_ms=1)
+    assert [t.label for t in launches] == [launch.label for launch in call.executable.plan.launches]
+    prep = launches[0]
+    read = sum(kwargs[n].numel() * kwargs[n].element_size() for n in ("q", "k", "g", "beta", "A_log", "dt_bias"))
+    written = sum(
+        x.numel() * x.element_size() for n, x in call.tensors.items() if n in {"w", "kg", "qg", "x", "aqk", "decay"}
+    )
+    assert prep.bytes == read + written
+    assert prep.floor_ms == pytest.approx(prep.bytes / 100e9 * 1e3)
+    assert prep.share == pytest.approx(prep.floor_ms / prep.timing.median_ms)
+
+
+def test_peers_are_timed_on_the_same_tensors_and_may_fail():
+    op = get_op("attention")
+    peers = {**op.peers(), "broken": lambda **_: 1 / 0}
+    broken = type(op)(**{**vars(op), "peers": lambda: peers})
+    result = timing.bench(broken, dims={"T": 32, "H": 1, "D": 32}, device="cpu", rep_ms=1)
+    theirs, failed = result.peers
+    assert result.ratio(theirs) == result.timing.median_ms / theirs.timing.median_ms
+    assert theirs.difference["o"] < 5e-3
+    assert (failed.timing, failed.problem) == (None, "ZeroDivisionError: division by zero")
+    assert result.ratio(failed) is None
+
+
+def test_fla_gets_the_arguments_it_takes(monkeypatch):
+    """Its functions have these parameters (fla 0.6); both are called with what `kda` and `kda_decode` are called with."""
+    common = {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state", "output_final_state", "cu_seqlens",
+              "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+              "lower_bound", "state_v_first"}  # fmt: skip
+    seen = {}
+
+    def fake(name, *more):
+        def function(**kwargs):
+            assert set(kwargs) <= common | set(more)
+            seen[name] = kwargs
+            return "o", "state"
+
+        return function
+
+    outer, inner = ModuleType("fla.ops.kda"), ModuleType("fla.ops.kda.fused_recurrent")
+    outer.chunk_kda = fake("chunk_kda", "safe_gate")
+    outer.fused_recurrent_kda = fake("fused_recurrent_kda")
+    inner.fused_recurrent_kda_fwd = fake("fused_recurrent_kda_fwd", "inplace_final_state", "ssm_state_indices")
+    for module in (ModuleType("fla"), ModuleType("fla.ops"), outer, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, dims in (("kda.forward", {"T": 8, "H": 1}), ("kda.decode", {"B": 2, "H": 1})):
+        op = get_op(name)
+        kwargs = op.inputs(op.resolve_dims(dims), op.resolve_options({}), "cpu", 0)
+        for peer in op.peers().values():
+            assert peer(**kwargs)["o"] == "o"
+    assert seen["chunk_kda"]["safe_gate"] is True
+    assert seen["fused_recurrent_kda_fwd"]["ssm_state_indices"].shape == (2,)
+    assert seen["fused_recurrent_kda"]["initial_state"].shape[0] == 2
