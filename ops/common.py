@@ -17,6 +17,7 @@ from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.symbols import INT32_MAX, Sym
 from k3dsl.ir.types import DType
 from k3dsl.language import Kernel, TensorSpec
+from k3dsl.ir.verifier import verify
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, choose_backend, strides_of
 from k3dsl.runtime.executable import Executable
@@ -37,7 +38,9 @@ def traced(
     kernel: Kernel, dims: Settings, knobs: Settings, tensors: Mapping[str, DType | TensorSpec | None]
 ) -> IRKernel:
     """The kernel's IR for these dims, knobs and dtypes, simplified."""
-    return simplify(kernel.trace(dims, knobs, tensors))
+    ir = kernel.trace(dims, knobs, tensors)
+    verify(ir)
+    return simplify(ir)
 
 
 def spec_of(strides: Strides) -> Callable[[str, DType], DType | TensorSpec]:

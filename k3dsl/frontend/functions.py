@@ -34,9 +34,17 @@ def arange(size: int, start: Operand = 0) -> Tile:
     return t + start if not (isinstance(start, int) and start == 0) else t
 
 
-def full(shape: Sequence[int], value: float, dtype: DType) -> Tile:
+def scalar(value: Operand) -> Tile:
+    """A number or dim as a traced scalar, for comparisons in where() and when()."""
+    return lift(value)
+
+
+def full(shape: Sequence[int], value: Operand, dtype: DType) -> Tile:
+    """A tile filled with a number or a traced scalar."""
     b = Builder.current()
-    return Tile(b.broadcast(b.constant(value, dtype), tuple(shape)))
+    plain = isinstance(value, (int, float))
+    v = b.constant(value, dtype) if plain else b.cast(lift(value).value, dtype)
+    return Tile(b.broadcast(v, tuple(shape)))
 
 
 def zeros(shape: Sequence[int], dtype: DType = f32) -> Tile:
@@ -173,13 +181,13 @@ def assume(x: Tile, *, divisible_by: int = 1, min: int | None = None, max: int |
 
 def argmax(x: Tile, axis: int, keepdim: bool = False) -> Tile:
     """Position of the maximum along an axis, i32; the lowest on ties."""
-    attrs = {"axis": axis % len(x.shape), "keepdim": keepdim}
+    attrs = {"axis": x._axis(axis), "keepdim": keepdim}
     return Tile(Builder.current().emit("argmax", [x.value], attrs).result)
 
 
 def argmin(x: Tile, axis: int, keepdim: bool = False) -> Tile:
     """Position of the minimum along an axis, i32; the lowest on ties."""
-    attrs = {"axis": axis % len(x.shape), "keepdim": keepdim}
+    attrs = {"axis": x._axis(axis), "keepdim": keepdim}
     return Tile(Builder.current().emit("argmin", [x.value], attrs).result)
 
 
@@ -191,9 +199,7 @@ def _combine_region(builder: Builder, tiles: Sequence[Tile], combine: Callable[.
         outs = out if isinstance(out, tuple) else (out,)
         if len(outs) != len(tiles):
             raise TraceError(f"combine must return {len(tiles)} values, got {len(outs)}", where=user_location())
-        region.yields = [
-            builder.cast(lift(o, d).value, d) for o, d in zip(outs, dtypes, strict=True)
-        ]
+        region.yields = [builder.cast(lift(o, d).value, d) for o, d in zip(outs, dtypes, strict=True)]
     return region
 
 
@@ -201,7 +207,7 @@ def reduce(tiles: Sequence[Tile], axis: int, combine: Callable[..., Any], keepdi
     """Reduces a tuple of tiles together: combine(*left, *right) -> tuple, associative."""
     builder = Builder.current()
     region = _combine_region(builder, tiles, combine)
-    attrs = {"axis": axis % len(tiles[0].shape), "keepdim": keepdim}
+    attrs = {"axis": tiles[0]._axis(axis), "keepdim": keepdim}
     op = builder.emit("reduce", [t.value for t in tiles], attrs, regions=[region])
     return tuple(Tile(v) for v in op.results)
 
@@ -210,14 +216,14 @@ def scan(tiles: Sequence[Tile], axis: int, combine: Callable[..., Any], reverse:
     """Inclusive scan of a tuple of tiles: combine(*left, *right) -> tuple, associative."""
     builder = Builder.current()
     region = _combine_region(builder, tiles, combine)
-    attrs = {"axis": axis % len(tiles[0].shape), "reverse": reverse}
+    attrs = {"axis": tiles[0]._axis(axis), "reverse": reverse}
     op = builder.emit("scan", [t.value for t in tiles], attrs, regions=[region])
     return tuple(Tile(v) for v in op.results)
 
 
 def _named_scan(kind: str) -> Callable[..., Tile]:
     def function(x: Tile, axis: int, reverse: bool = False) -> Tile:
-        attrs = {"kind": kind, "axis": axis % len(x.shape), "reverse": reverse}
+        attrs = {"kind": kind, "axis": x._axis(axis), "reverse": reverse}
         return Tile(Builder.current().emit("scan", [x.value], attrs).result)
 
     function.__doc__ = f"{opset.SCAN[kind].capitalize()} along an axis; reverse=True runs from the end."
@@ -248,13 +254,8 @@ def loop(
     builder = Builder.current()
 
     def decorate(body: Callable[..., Any]) -> Any:
-        single = isinstance(init, Tile)
-        carries = [init] if single else list(init or ())
-        for c in carries:
-            if not isinstance(c, Tile):
-                raise TraceError(
-                    f"init must be tiles, got {type(c).__name__}", where=user_location(), fix="use zeros() or full()"
-                )
+        single = init is not None and not isinstance(init, (tuple, list))
+        carries = [lift(x) for x in ((init,) if single else init or ())]
         region = Region([Value(TileType(i32))] + [Value(c.type) for c in carries])
         with builder.region(region):
             out = body(*(Tile(v) for v in region.args))
@@ -275,8 +276,6 @@ def loop(
         if label:
             attrs["label"] = label
         op = builder.emit("loop", operands, attrs, regions=[region])
-        for value, carry in zip(op.results, region.args[1:], strict=True):
-            value.name = value.name or carry.name
         tiles = tuple(Tile(v) for v in op.results)
         return None if not carries else tiles[0] if single else tiles
 

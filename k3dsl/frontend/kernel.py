@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from k3dsl.errors import ArgumentError, TraceError, UnknownNameError
-from k3dsl.frontend.builder import Builder, _short, internal
+from k3dsl.errors import ArgumentError, ParseError, TraceError, UnknownNameError
+from k3dsl.frontend.builder import Builder, _short, internal, user_location
 from k3dsl.frontend.tensor import Declaration, Span, TensorRef, TensorSpec
 from k3dsl.frontend.tile import Tile
 from k3dsl.ir.graph import Kernel as IRKernel
@@ -34,7 +34,7 @@ class Namespace:
         try:
             return self._values[name]
         except KeyError:
-            raise UnknownNameError(*_unknown(self._what, name, self._values)) from None
+            raise UnknownNameError(*_unknown(self._what, name, self._values), where=user_location()) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -128,6 +128,11 @@ class Kernel:
             builder.home[id(v)] = builder.body
             arguments[s.name] = Tile(v)
         grid = self.grid(d, c)
+        for extent in grid if isinstance(grid, tuple) else (grid,):
+            if not isinstance(extent, (int, Expr)) or isinstance(extent, bool):
+                raise TraceError(
+                    f"kernel {self.name}: a grid extent is an integer, got {extent!r}", where=self.location
+                )
         extents = tuple(Expr.of(g) for g in (grid if isinstance(grid, tuple) else (grid,)))
         if not 1 <= len(extents) <= 3:
             raise TraceError(f"kernel {self.name}: a grid has 1 to 3 axes, got {len(extents)}", where=self.location)
@@ -146,7 +151,14 @@ class Kernel:
         if declaration.dtype is not None and spec.dtype != declaration.dtype:
             raise ArgumentError(f"kernel {self.name}: tensor {name!r} is {declaration.dtype}, got {spec.dtype}")
         names = {n: v for n, v in {**knobs, **dims}.items() if isinstance(v, (int, Expr)) and not isinstance(v, bool)}
-        shape = tuple(parse_expr(token, names) for token in declaration.shape.split())
+        try:
+            shape = tuple(parse_expr(token, names) for token in declaration.shape.split())
+        except ParseError as error:
+            raise TraceError(
+                f"kernel {self.name}: shape {declaration.shape!r} of {name!r}: {error.message}",
+                where=self.location,
+                fix=error.fix or "name dims, knobs and integers, separated by spaces",
+            ) from None
         strides = None
         if spec.strides is not None:
             if len(spec.strides) != len(shape):

@@ -54,6 +54,9 @@ class Tile:
 
     __index__ = __int__
 
+    def __len__(self) -> int:
+        raise TraceError("a tile has no len()", where=user_location(), fix="use .shape")
+
     def __iter__(self) -> Any:
         raise TraceError("a tile cannot be iterated", where=user_location(), fix="use reductions, reshape or @loop")
 
@@ -87,6 +90,13 @@ class Tile:
             raise TraceError(f".T needs two axes, got {self.type}", where=user_location())
         return self.permute(*range(n - 2), n - 1, n - 2)
 
+    def _axis(self, axis: int) -> int:
+        """A non-negative axis number."""
+        n = len(self.shape)
+        if not -n <= axis < n:
+            raise TraceError(f"axis {axis} is out of range for {self.type}", where=user_location())
+        return axis % n
+
     def permute(self, *axes: int) -> Tile:
         return Tile(Builder.current().emit("permute", [self.value], {"axes": tuple(axes)}).result)
 
@@ -109,13 +119,13 @@ class Tile:
 
     def select(self, axis: int, position: int) -> Tile:
         """The slice at a static position of an axis; the axis goes away."""
-        n = len(self.shape)
-        axis, position = axis % n, position + (self.shape[axis % n] if position < 0 else 0)
+        axis = self._axis(axis)
+        position += self.shape[axis] if position < 0 else 0
         return Tile(Builder.current().emit("select", [self.value], {"axis": axis, "position": position}).result)
 
     def _reduce(self, kind: str, axis: int, keepdim: bool) -> Tile:
         builder = Builder.current()
-        attrs = {"kind": kind, "axis": axis % max(1, len(self.shape)), "keepdim": keepdim}
+        attrs = {"kind": kind, "axis": self._axis(axis), "keepdim": keepdim}
         counts = self.dtype.is_bool and kind not in ("any", "all")
         value = builder.cast(self.value, i32) if counts else self.value
         return Tile(builder.emit("reduce", [value], attrs).result)
@@ -194,6 +204,28 @@ class Tile:
 
     def __rshift__(self, o: Operand) -> Tile:
         return binary("shr", self, o)
+
+    def __rlshift__(self, o: Operand) -> Tile:
+        return binary("shl", o, self)
+
+    def __rrshift__(self, o: Operand) -> Tile:
+        return binary("shr", o, self)
+
+    def __rxor__(self, o: Operand) -> Tile:
+        return binary("xor", o, self)
+
+    def __pow__(self, exponent: object) -> Tile:
+        """A small static integer power, as products."""
+        if not isinstance(exponent, int) or not 1 <= exponent <= 8:
+            raise TraceError(
+                f"a tile can be raised to a static integer power from 1 to 8, got {exponent!r}",
+                where=user_location(),
+                fix="use exp2(y * log2(x)), sqrt or rsqrt",
+            )
+        out = self
+        for _ in range(exponent - 1):
+            out = out * self
+        return out
 
     def __lt__(self, o: Operand) -> Tile:
         return binary("lt", self, o)

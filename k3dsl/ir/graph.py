@@ -164,4 +164,4 @@ def has_side_effects(op: Op) -> bool:
 
 def is_pure(op: Op) -> bool:
     """True when equal operands always give the equal result, whatever happened in between (loads are not pure)."""
-    return op.opcode != "load" and not has_side_effects(op)
+    return op.opcode not in ("load", *SIDE_EFFECTS) and all(is_pure(o) for region in op.regions for o in region.ops)

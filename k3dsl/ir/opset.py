@@ -27,7 +27,7 @@ UNARY_FLOAT = {
     "floor": "rounds down",
     "ceil": "rounds up",
 }
-UNARY_ANY = {"neg": "-x", "abs": "|x|"}
+UNARY_ANY = {"neg": "-x", "abs": "|x|"}  # of numbers
 BINARY = {
     "add": "a + b",
     "sub": "a - b",
@@ -84,6 +84,8 @@ def _unary(floats_only: bool) -> Callable[[Op, dict[str, TensorParam]], list[Til
         t = op.operands[0].type
         if floats_only and not t.dtype.is_float:
             raise _fail(op, f"needs a float tile, got {t}", fix="cast it first: x.to(f32)")
+        if t.dtype.is_bool:
+            raise _fail(op, f"takes numbers, got {t}", fix="use ~x for bools, or cast with .to(i32)")
         if op.attrs.get("approx") and op.opcode not in APPROXIMATE:
             raise _fail(op, "has no approximate form", fix=f"ops that have one: {', '.join(sorted(APPROXIMATE))}")
         return [t]

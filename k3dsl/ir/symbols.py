@@ -168,6 +168,32 @@ class Expr:
     def __hash__(self) -> int:
         return hash(str(self))
 
+    def _compared(self, other: object, difference: Callable[[Expr], Expr]) -> bool:
+        """Whether an inequality holds by the facts; TraceError when they do not decide it."""
+        if not isinstance(other, (int, Expr)):
+            return NotImplemented
+        holds = difference(Expr.of(other))
+        if holds.nonnegative():
+            return True
+        if (-1 - holds).nonnegative():
+            return False
+        raise TraceError(
+            f"{self} compared with {other} is only known at run time",
+            fix="make the dim static, or compare traced values: scalar(d.T) > n, in where() or when()",
+        )
+
+    def __ge__(self, other: object) -> bool:
+        return self._compared(other, lambda o: self - o)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compared(other, lambda o: self - o - 1)
+
+    def __le__(self, other: object) -> bool:
+        return self._compared(other, lambda o: o - self)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(other, lambda o: o - self - 1)
+
     def __bool__(self) -> bool:
         c = self.constant
         if c is None:

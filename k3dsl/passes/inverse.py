@@ -95,14 +95,15 @@ def _doubling(a: Tile, precision: str) -> Tile:
 def _substitution(a: Tile, precision: str) -> Tile:
     """Forward substitution of all 16-row diagonal blocks side by side in fp32, then merges."""
     n, size = a.shape[-1], SUBSTITUTION_BLOCK
-    if n <= size or len(a.shape) == 3:
-        return _substitute_rows(a) if n <= size else _doubling(a, precision)
+    if n <= size:
+        return _substitute_rows(a)
     blocks = n // size
+    batch = a.type.size // (n * n)
     ids = arange(blocks)
-    diagonal = ids.reshape(blocks, 1, 1, 1) == ids.reshape(1, 1, blocks, 1)
-    d = where(diagonal, a.reshape(blocks, size, blocks, size), 0.0).sum(2)
-    x3 = _substitute_rows(d)
-    x = where(diagonal, x3.reshape(blocks, size, 1, size), 0.0).reshape(n, n)
+    diagonal = ids.reshape(1, blocks, 1, 1, 1) == ids.reshape(1, 1, 1, blocks, 1)
+    d = where(diagonal, a.reshape(batch, blocks, size, blocks, size), 0.0).sum(3)
+    x3 = _substitute_rows(d.reshape(batch * blocks, size, size))
+    x = where(diagonal, x3.reshape(batch, blocks, size, 1, size), 0.0).reshape(*a.shape)
     rows, cols = _grid(a)
     block = size
     while block < n:

@@ -242,7 +242,8 @@ def _backward(ctx: Any, grad_o: torch.Tensor, grad_state: torch.Tensor) -> tuple
     needed = ctx.needs_input_grad
     with torch.enable_grad():
         inputs = [
-            t.detach().requires_grad_(needed[i]) if t is not None else None for i, t in enumerate(saved[:_DIFFERENTIABLE])
+            t.detach().requires_grad_(needed[i]) if t is not None else None
+            for i, t in enumerate(saved[:_DIFFERENTIABLE])
         ]
         arguments = dict(zip(_NAMES, (*inputs, saved[_DIFFERENTIABLE], *ctx.rest), strict=True))
         arguments.pop("safe_gate")

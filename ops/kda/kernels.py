@@ -63,11 +63,16 @@ def anchor_of(chunk: int, lower_bound: float) -> int:
     return math.ceil(chunk * -lower_bound * LOG2E / 2)
 
 
+def gate_rate(A_log: Any, head: Tile) -> Any:
+    """exp(A_log): a trained parameter, far below the 88 at which fp32 overflows."""
+    return exp(A_log[head], bound=88.0) if A_log is not None else 1.0
+
+
 def log2_gate(c: Any, raw: Tile, head: Tile, cols: Any, A_log: Any, dt_bias: Any) -> Tile:
     """The activated gate times log2(e), at most 0. `raw` is the gate input; `cols` indexes the channels in its shape."""
     if c.gate == "none":
         return raw.to(f32) * LOG2E
-    rate = exp(A_log[head]) if A_log is not None else 1.0
+    rate = gate_rate(A_log, head)
     if c.gate == "bounded":
         # y = -log2(e) rate (g + bias): the sigmoid is 1 / (1 + 2^y)
         slope = rate * -LOG2E
@@ -210,8 +215,7 @@ def store_inverse(c, x, inverse, operand, batch, chunk, head):  # type: ignore[n
 def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):  # type: ignore[no-untyped-def]
     """Reads the gate in the layout [blocks, 16, K]; the bias is read first, which keeps that layout."""
     if c.gate == "bounded" and dt_bias is not None:
-        rate = exp(A_log[head]) if A_log is not None else 1.0
-        slope = rate * -LOG2E
+        slope = gate_rate(A_log, head) * -LOG2E
         bias = dt_bias.load(head, cols, contiguity=c.vec) * slope
         y = g.load(batch, tall, head, contiguity=c.vec).to(f32) * slope + bias
         return (c.lower_bound * LOG2E) * reciprocal(1.0 + exp2(y), approx=c.approx)
@@ -255,7 +259,7 @@ def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, 
     n = 1
     while n < c.C:
         upper = (arange(c.C) // n) % 2 == 1
-        x_n = exp2(where(upper[:, None], since, until))
+        x_n = exp2(where(upper[:, None], since, until), bound=0.0)  # log decays are at most 0
         k_n, q_n = (kf * x_n).to(c.gram_dtype), (qf * x_n).to(c.gram_dtype)
         pair = (i // n == j // n + 1) & (i // (2 * n) == j // (2 * n))
         A = A + where(pair, dot(k_n, k_n.T, precision=c.gram_precision), 0.0)
@@ -271,11 +275,11 @@ def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, 
         total = low + high
         n *= 2
 
-    start = exp2(since)
+    start = exp2(since, bound=0.0)
     k_start = (kf * start).to(w.dtype)
     qg[batch, chunk, head] = (qf * start).to(qg.dtype)
-    kg[batch, chunk, head] = (kf * exp2(until)).to(kg.dtype)
-    decay[batch, chunk, head] = exp2(total.reshape(d.K))
+    kg[batch, chunk, head] = (kf * exp2(until, bound=0.0)).to(kg.dtype)
+    decay[batch, chunk, head] = exp2(total.reshape(d.K), bound=0.0)
     aqk[batch, chunk, head] = Q.to(aqk.dtype)
     inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
     xb = store_inverse(c, x, inverse * b[None, :], w.dtype, batch, chunk, head)
@@ -419,7 +423,7 @@ def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, hea
     kf, qf = kf * norm_scale(c, kf, 0, 1.0), qf * norm_scale(c, qf, 0, c.scale)
     gate = log2_gate(c, g[batch, head], head, span(0, d.K), A_log, dt_bias)
     b = write_strength(c, beta[batch, head])
-    s = s * exp2(gate)[None, :]
+    s = s * exp2(gate, bound=0.0)[None, :]
     u = (v[batch, head, cols].to(f32) - (s * kf[None, :]).sum(1)) * b
     s = s + u[:, None] * kf[None, :]
     o[batch, head, cols] = (s * qf[None, :]).sum(1).to(o.dtype)

@@ -206,8 +206,8 @@ def combine_count(d, c, x, o, e):
     reduce((x[0],), 0, lambda a, b: (a, b))  # mistake
 
 
-def init_of_numbers(d, c, x, o, e):
-    @loop(4, init=(1.0, 2.0))  # mistake
+def init_of_text(d, c, x, o, e):
+    @loop(4, init=("a", "b"))  # mistake
     def body(i, a, b):
         return a, b
 
@@ -249,7 +249,7 @@ MISTAKES: list[tuple[Body, type[K3Error], str, str]] = [
     (bad_dot, VerifyError, "inner extents differ: f32[4,16] times f32[4,16]", "transpose one operand with .T"),
     (bad_precision, VerifyError, "unknown precision 'fast'", "one of bf16, fp16, tf32, tf32x3, ieee"),
     (combine_count, TraceError, "combine must return 1 values, got 2", ""),
-    (init_of_numbers, TraceError, "init must be tiles, got float", "use zeros() or full()"),
+    (init_of_text, TraceError, "expected a traced value or a number, got str", "use tiles, Python numbers"),
 ]
 
 
