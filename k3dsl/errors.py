@@ -57,5 +57,9 @@ class LaunchError(K3Error):
     """A compiled kernel could not be loaded or launched."""
 
 
+class NumericsWarning(UserWarning):
+    """A kernel that is right on mild inputs and may overflow on others, such as an exponential without a bound."""
+
+
 class BundleError(K3Error):
     """A bundle on disk is missing, malformed or does not fit this machine."""

@@ -34,6 +34,7 @@ def run_command(
         str, typer.Option("--cases", help="small: for a CPU, under a minute; whole: for a GPU.")
     ] = "small",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Calls that must agree in every bit.")] = 2,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes; compiling runs on one core each.")] = 1,
     seed: Seed = 0,
     output: OutputFile = None,
     as_json: Json = False,
@@ -43,7 +44,7 @@ def run_command(
     Outputs are filled with NaN before each call where torch allocates them. Exit status 1 when a case fails.
     """
     from k3dsl.ops.registry import get_op
-    from k3dsl.runtime.judge import by_family, cases_of, judge
+    from k3dsl.runtime.judge import by_family, cases_of, judge, judge_in_processes
     from k3dsl.runtime.op import check_names
 
     chosen = get_op(op)
@@ -55,12 +56,16 @@ def run_command(
     chosen.resolve_options(options)
     device = device_for(backend)
     found = cases_of(chosen, cases, given, options)
-    verdicts = list(
-        _progress(
-            judge(chosen, found, device=device, knobs=knobs, schedules=schedules, repeats=repeats, seed=seed),
-            len(found),
-        )
-    )
+    how: dict[str, Any] = {
+        "device": device,
+        "knobs": knobs,
+        "schedules": schedules,
+        "repeats": repeats,
+        "seed": seed,
+    }
+    own = jobs > 1 and not given and not options
+    judged = judge_in_processes(chosen, cases, jobs, **how) if own else judge(chosen, found, **how)
+    verdicts = list(_progress(judged, len(found)))
     failed = [v for v in verdicts if not v.passed]
     where = "cpu, torch backend" if device.type == "cpu" else _gpu_name(device)
     report = {

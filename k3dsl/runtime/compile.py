@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from k3dsl.backends.base import Artifact, Source
 from k3dsl.backends.torch import dtypes as torch_dtypes
 from k3dsl.backends.triton.schedule import TritonSchedule
-from k3dsl.errors import ArgumentError
+from k3dsl.errors import ArgumentError, NumericsWarning
 from k3dsl.frontend import Kernel, TensorSpec
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.symbols import Expr, Sym
 from k3dsl.ir.types import DTYPES, DType
 from k3dsl.ir.verifier import verify
+from k3dsl.passes.exponents import check_exponents
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime import executable
 from k3dsl.runtime.dispatch import current_target
@@ -144,11 +146,16 @@ def compile(
 
     Raises:
         TraceError, VerifyError, LegalityError, ResourceError, BuildError: each with the user's file and line.
+
+    Warns:
+        NumericsWarning: an exponential whose argument has no provable bound; see k3dsl.passes.exponents.
     """
     specs = {name: _spec(name, value) for name, value in (tensors or {}).items()}
     ir = kernel.trace(dims, knobs, specs)
     verify(ir)
     ir = simplify(ir)
+    for reason in check_exponents(ir):
+        warnings.warn(str(reason), NumericsWarning, stacklevel=2)
     if target is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         where = current_target(device)

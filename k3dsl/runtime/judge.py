@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -137,6 +138,30 @@ def judge(
     with forced(op, knobs or {}, schedules or {}):
         for case in cases:
             yield _judge_case(op, case, torch.device(device), max(1, repeats), seed)
+
+
+def judge_in_processes(
+    op: Op,
+    size: str,
+    jobs: int,
+    *,
+    device: torch.device | str = "cpu",
+    knobs: Mapping[str, Any] | None = None,
+    schedules: Mapping[str, Mapping[str, Any]] | None = None,
+    repeats: int = 2,
+    seed: int = 0,
+) -> Iterator[Verdict]:
+    """As `judge` on the op's own cases, in `jobs` processes: compiling dominates, and it runs on one core. In case order."""
+    total = len(cases_of(op, size))
+    tasks = [(op, size, n, str(device), dict(knobs or {}), dict(schedules or {}), repeats, seed) for n in range(total)]
+    with multiprocessing.get_context("spawn").Pool(min(jobs, max(1, total))) as pool:
+        yield from pool.imap(_judge_task, tasks, chunksize=max(1, total // (jobs * 8)))
+
+
+def _judge_task(task: tuple[Any, ...]) -> Verdict:
+    op, size, number, device, knobs, schedules, repeats, seed = task
+    case = cases_of(op, size)[number]
+    return next(iter(judge(op, [case], device=device, knobs=knobs, schedules=schedules, repeats=repeats, seed=seed)))
 
 
 def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: int) -> Verdict:

@@ -1,0 +1,51 @@
+"""What every kernel of the registry keeps to."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import k3dsl
+from k3dsl.errors import NumericsWarning
+from k3dsl.ir.parser import parse_kernel
+from k3dsl.ir.printer import print_kernel
+from k3dsl.ir.verifier import verify
+from k3dsl.language import In, Out, arange, exp, f32, kernel
+from k3dsl.ops.registry import get_op, op_names
+from k3dsl.passes.exponents import check_exponents
+
+VARIANTS = {
+    "kda.forward": ({}, {"gate": "softplus"}, {"gate": "none"}, {"dtype": "f32"}, {"varlen": True}),
+    "kda.decode": ({}, {"gate": "softplus"}, {"gate": "none"}, {"in_place": False}),
+}
+POINTS = [(name, settings) for name in op_names() for settings in VARIANTS.get(name, ({},))]
+
+
+@pytest.mark.parametrize(("name", "settings"), POINTS, ids=[f"{n}-{s}" for n, s in POINTS])
+def test_no_exponential_can_overflow_and_the_ir_survives_a_round_trip(name: str, settings: dict) -> None:
+    op = get_op(name)
+    knobs, options, _ = op.split_settings(settings)
+    for launch in op.point({}, {**knobs, **options}, symbolic=True).plan("torch").launches:
+        verify(launch.kernel)
+        assert check_exponents(launch.kernel) == []
+        text = print_kernel(launch.kernel)
+        assert print_kernel(parse_kernel(text)) == text
+
+
+@kernel(grid=lambda d, c: (1,))
+def risky(d, c, x=In("8", f32), o=Out("8", f32)):
+    o[arange(8)] = exp(x[arange(8)])
+
+
+@kernel(grid=lambda d, c: (1,))
+def bounded(d, c, x=In("8", f32), o=Out("8", f32)):
+    o[arange(8)] = exp(x[arange(8)], bound=80.0)
+
+
+def test_compile_warns_of_an_unbounded_exponential_and_takes_a_stated_bound() -> None:
+    with pytest.warns(NumericsWarning, match="exp"):
+        k3dsl.compile(risky, dims={}, target="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        k3dsl.compile(bounded, dims={}, target="cpu")
