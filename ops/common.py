@@ -16,8 +16,8 @@ from k3dsl.errors import ArgumentError
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.symbols import INT32_MAX, Sym
 from k3dsl.ir.types import DType
-from k3dsl.language import Kernel, TensorSpec
 from k3dsl.ir.verifier import verify
+from k3dsl.language import Kernel, TensorSpec
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, choose_backend, strides_of
 from k3dsl.runtime.executable import Executable

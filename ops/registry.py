@@ -26,4 +26,4 @@ def get_op(name: str) -> Op:
     """The op of that name. Raises UnknownNameError with near misses."""
     check_names("op", [name], op_names())
     module, attribute = _WHERE[name].split(":")
-    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), attribute)

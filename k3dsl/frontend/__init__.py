@@ -51,6 +51,6 @@ __all__ = [
     "In", "InOut", "Kernel", "Out", "Scalar", "Sym", "TensorSpec", "Tile", "arange", "argmax", "argmin", "assume", "bf16",
     "cdiv", "ceil", "cos", "cummax", "cummin", "cumprod", "cumsum", "dot", "erf", "exp", "exp2", "f8e4m3", "f8e5m2", "f16",
     "f32", "f64", "floor", "full", "i1", "i8", "i16", "i32", "i64", "kernel", "log", "log1p", "log2", "loop", "maximum",
-    "minimum", "ones", "program_id", "reciprocal", "reduce", "rsqrt", "scalar", "scan", "sigmoid", "sin", "softplus", "span", "sqrt",
-    "tanh", "u8", "unit_lower_inverse", "when", "where", "zeros",
+    "minimum", "ones", "program_id", "reciprocal", "reduce", "rsqrt", "scalar", "scan", "sigmoid", "sin", "softplus",
+    "span", "sqrt", "tanh", "u8", "unit_lower_inverse", "when", "where", "zeros",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from k3dsl.errors import TraceError
 from k3dsl.ir import opset
 from k3dsl.ir.graph import Index, Op, Region, TensorParam, Value
 from k3dsl.ir.symbols import Expr
-from k3dsl.ir.types import DType, TileType, f32, i1, i32, i64
+from k3dsl.ir.types import DType, f32, i1, i32, i64
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("frontend", "ir", "passes"))
@@ -186,7 +186,3 @@ def constant_of(v: Value) -> float | int | bool | None:
     if v.op is not None and v.op.opcode == "const":
         return v.op.attrs["value"]
     return None
-
-
-def tile_type(dtype: DType, shape: tuple[int, ...] = ()) -> TileType:
-    return TileType(dtype, shape)

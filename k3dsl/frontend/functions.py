@@ -48,10 +48,12 @@ def full(shape: Sequence[int], value: Operand, dtype: DType) -> Tile:
 
 
 def zeros(shape: Sequence[int], dtype: DType = f32) -> Tile:
+    """A tile of zeros."""
     return full(shape, 0, dtype)
 
 
 def ones(shape: Sequence[int], dtype: DType = f32) -> Tile:
+    """A tile of ones."""
     return full(shape, 1, dtype)
 
 

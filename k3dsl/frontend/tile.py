@@ -297,15 +297,16 @@ def binary(opcode: str, a: Operand, b: Operand) -> Tile:
         ca, cb = constant_of(u), constant_of(v)
         if ca is not None and cb is not None and not (opcode in ("floordiv", "mod") and cb == 0):
             return Tile(builder.constant(_FOLD[opcode](ca, cb), dtype))
-        if opcode in ("add", "sub") and cb == 0 or opcode in ("mul", "floordiv") and cb == 1:
+        if cb is not None and cb == (0 if opcode in ("add", "sub") else 1 if opcode in ("mul", "floordiv") else None):
             return Tile(u)
-        if opcode == "add" and ca == 0 or opcode == "mul" and ca == 1:
+        if ca is not None and ca == (0 if opcode == "add" else 1 if opcode == "mul" else None):
             return Tile(v)
     shape = builder.joint_shape(u.shape, v.shape)
     return Tile(builder.emit(opcode, [builder.broadcast(u, shape), builder.broadcast(v, shape)]).result)
 
 
 def unary(opcode: str, x: Operand, approx: bool = False) -> Tile:
+    """An elementwise operation of one operand; integers become fp32 where a float is needed."""
     t = lift(x)
     if opcode in opset.UNARY_FLOAT and not t.dtype.is_float:
         t = t.to(f32)

@@ -24,8 +24,9 @@ def strides_of(
 ) -> tuple[dict[str, tuple[int | Sym, ...]], dict[str, int]]:
     """Layout facts of the tensors that are not contiguous: a symbol an axis with its divisor and size class, and values.
 
-    A stride of 1 is compiled in, on whichever axis it is: that is what lets a transposed tensor be read quickly. A symbol's facts depend only on the power of two that divides the stride and on whether it is under 2^24, so that
-    similar calls share code.
+    A stride of 1 is compiled in, on whichever axis it is: that is what lets a transposed tensor be read quickly. A symbol's
+    facts depend only on the power of two that divides the stride and on whether it is under 2^24, so that similar calls
+    share code.
     """
     facts: dict[str, tuple[int | Sym, ...]] = {}
     values: dict[str, int] = {}
@@ -35,7 +36,7 @@ def strides_of(
         symbols: list[int | Sym] = []
         last = t.dim() - 1
         for axis, stride in enumerate(t.stride()):
-            if stride == 1 and t.shape[axis] != 1 or axis == last and t.shape[axis] == 1:
+            if stride == 1 if t.shape[axis] != 1 else axis == last:
                 symbols.append(1)
                 continue
             if t.shape[axis] == 1:

@@ -212,7 +212,7 @@ def _kda_forward(
 def _(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale, output_final_state, l2norm, use_gate,
     beta_sigmoid, neg_eigval, safe_gate, lower_bound, v_first,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     B, _, _, K = q.shape
     H, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -373,8 +373,8 @@ _library.define(
 )
 
 
-def _kda_decode_in_place(q, k, v, g, beta, state, *rest):  # type: ignore[no-untyped-def]
-    return _run_decode(q, k, v, g, beta, state, *rest, in_place=True)["o"]
+def _kda_decode_in_place(*arguments: Any) -> torch.Tensor:
+    return _run_decode(*arguments, in_place=True)["o"]
 
 
 for _key in ("CPU", "CUDA"):
@@ -408,12 +408,12 @@ def _kda_decode_new(
 
 
 @torch.library.register_fake("k3dsl::kda_decode_")
-def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 @_kda_decode_new.register_fake
-def _(q, k, v, g, beta, state, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, g, beta, state, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format), state.new_empty((q.shape[0], *state.shape[1:]))
 
 

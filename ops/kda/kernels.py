@@ -136,7 +136,7 @@ def valid_rows(c: Any, rows: Any, shape: tuple[int, ...]) -> Tile | None:
     return (n + rows.start) < rows.end
 
 
-def anchored_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):  # type: ignore[no-untyped-def]
+def anchored_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):
     """Bounded gates: one Gram product a chunk, with factors around a constant anchor."""
     w, kg, qg, x, aqk, decay = out
     anchor = anchor_of(c.C, c.lower_bound)
@@ -197,7 +197,7 @@ def anchored_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chun
         w[batch, chunk, head] = dot(xb, k_flat(c, d, k_up * down, w.dtype)).to(w.dtype)
 
 
-def store_inverse(c, x, inverse, operand, batch, chunk, head):  # type: ignore[no-untyped-def]
+def store_inverse(c, x, inverse, operand, batch, chunk, head):
     """Stores X and returns it as a product's operand.
 
     Beside fp16 factors X is kept as a bf16 pair, its rounding and the rest, because it meets v: bf16 values then need no
@@ -212,7 +212,7 @@ def store_inverse(c, x, inverse, operand, batch, chunk, head):  # type: ignore[n
     return inverse.to(operand)
 
 
-def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):  # type: ignore[no-untyped-def]
+def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):
     """Reads the gate in the layout [blocks, 16, K]; the bias is read first, which keeps that layout."""
     if c.gate == "bounded" and dt_bias is not None:
         slope = gate_rate(A_log, head) * -LOG2E
@@ -222,16 +222,17 @@ def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):  # type: ignore
     return log2_gate(c, g.load(batch, tall, head, contiguity=c.vec), head, cols, A_log, dt_bias)
 
 
-def k_flat(c, d, t, dtype):  # type: ignore[no-untyped-def]
+def k_flat(c, d, t, dtype):
     """[blocks, 16, K] as the [C, K] operand of a product."""
     return t.reshape(c.C, d.K).to(dtype)
 
 
-def tall_record(c):  # type: ignore[no-untyped-def]
+def tall_record(c):
+    """The rows of a chunk's record in the layout [blocks, 16]."""
     return span(0, c.C).reshape(c.C // ROWS, ROWS)
 
 
-def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):  # type: ignore[no-untyped-def]
+def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):
     """Any gate: the causal triangle by levels. At block size n, rows of an upper half meet columns of the lower half beside
     it; their decay is the sum from the column to the border plus the sum from the border to the row. Both sums are built
     by doubling, so every exponent is at most 0 and none is a difference."""
@@ -331,7 +332,7 @@ def rescan(
         store_state(c, final_state, state, block, head, sequence)
 
 
-def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence):  # type: ignore[no-untyped-def]
+def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence):
     """The loop over chunks. Returns the state before and after, and the elementwise largest |R| of all chunks."""
     w, kg, qg, x, aqk, decay = factors
     operand = f32 if c.wide else w.dtype
@@ -347,7 +348,7 @@ def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, 
         s0 = initial_state[sequence, head, cols] if c.v_first else initial_state[sequence, head, :, cols].T
         s0 = s0.to(f32)
 
-    def product(a, b, acc=None):  # type: ignore[no-untyped-def]
+    def product(a, b, acc=None):
         return dot(a, b, acc=acc, precision=c.scan_precision if a.dtype == f32 else None)
 
     @loop(trips, init=(s0, zeros((c.BV, c.C), f32)) if c.guard else (s0,), label="chunks")
@@ -376,7 +377,8 @@ def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, 
     return s0, carried[0], carried[1] if c.guard else None
 
 
-def store_state(c, final_state, state, block, head, sequence):  # type: ignore[no-untyped-def]
+def store_state(c, final_state, state, block, head, sequence):
+    """Writes a V block of the final state in the layout asked for."""
     if final_state is None:
         return
     cols = span(block * c.BV, c.BV)
@@ -414,7 +416,7 @@ def decode(
         o[batch, head, cols] = zeros((c.BV,), o.dtype)
 
 
-def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, head, batch, slot):  # type: ignore[no-untyped-def]
+def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, head, batch, slot):
     """S <- diag(2^gate) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q, on S^T [BV, K] in fp32."""
     cols = span(block * c.BV, c.BV)
     key_head = head // (d.H // d.HK)

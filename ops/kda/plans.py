@@ -87,7 +87,7 @@ def forward(
     d["XC"] = 2 * c["C"] if c["split"] else c["C"]
     io, factors = options["dtype"], f32 if options["dtype"] == f32 else knobs["factors"]
 
-    stored = {name: factors for name in FACTORS[:-1]} | ({"x": bf16} if c["split"] else {})
+    stored = dict.fromkeys(FACTORS[:-1], factors) | ({"x": bf16} if c["split"] else {})
     offsets = {"cu_seqlens": options["cu_dtype"]} if options["varlen"] else {}
     prep = traced(
         kernels.prep,
@@ -134,6 +134,7 @@ def forward(
 
 
 def prep_schedule(c: Settings) -> dict[str, Any]:
+    """Warps, and a register cap where it pays."""
     if c["gram"] == "levels":
         return {"num_warps": 4 if c["C"] <= 32 else 8}
     fields: dict[str, Any] = {"num_warps": 2 if c["C"] == 16 else 4}
@@ -153,11 +154,13 @@ def triton_release() -> tuple[int, int]:
 
 
 def scan_schedule(c: Settings) -> dict[str, Any]:
+    """Three stages where they fit, two for fp32 or long chunks."""
     stages = 3 if c["scan_precision"] in ("bf16", "fp16") and c["C"] <= 32 else 2
     return {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": stages}}
 
 
 def gate_tensors(options: Settings) -> dict[str, DType]:
+    """The gate's parameters that the call has."""
     if options["gate"] == "none":
         return {}
     return {name: f32 for name in ("A_log", "dt_bias") if options[name]}

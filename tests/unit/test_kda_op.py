@@ -25,7 +25,9 @@ def test_forward_meets_its_limits_and_repeats_bitwise(case: Case, poisoned_memor
     o, state = kda(**kwargs)
     again, state_again = kda(**kwargs)
     expected, expected_state = recurrence(**kwargs)
-    assert state is not None and state_again is not None and expected_state is not None
+    assert state is not None
+    assert state_again is not None
+    assert expected_state is not None
     assert_close_rms("o", o, expected, case.limit_o)
     assert_close_rms("final state", state, expected_state, case.limit_state)
     assert torch.equal(o, again)
@@ -177,7 +179,7 @@ def test_works_under_torch_compile_without_graph_breaks() -> None:
 
 def test_gradients_equal_those_of_the_recurrence() -> None:
     kwargs = make(Case("grad", T=20, K=64, dtype=torch.float32))
-    names = [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
+    names = ["q", "k", "v", "g", "beta", "A_log", "dt_bias"]
     from k3dsl.ops.kda.chunked import chunked
 
     def gradients(function) -> list[torch.Tensor]:
