@@ -434,6 +434,7 @@ def _run_decode(
     neg_eigval: bool,
     lower_bound: float | None,
     v_first: bool,
+    *,
     in_place: bool,
 ) -> dict[str, torch.Tensor]:
     B, _, HK, K = q.shape

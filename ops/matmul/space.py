@@ -40,14 +40,19 @@ def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapp
 
 
 def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-    """Blocks no larger than the problem asks for. Few rows (a decode step): narrow blocks, deeper in K."""
+    """Blocks no larger than the problem asks for. Few rows (a decode step): narrow blocks, deeper in K. Rows that are no
+    multiple of 16 bytes are read one element at a time, which takes small steps or too many registers."""
     wide = 64 if options["dtype"] == f32 else 128
+    odd = dims["K"] % 8 or dims["N"] % 8
     if dims["M"] <= 64:
         rows = next(n for n in (16, 32, 64) if dims["M"] <= n)
-        return {"block_m": rows, "block_n": 64, "block_k": 64 if wide == 64 else 128, "group": 1, "num_warps": 4}
+        deep = 32 if odd else 64 if wide == 64 else 128
+        return {"block_m": rows, "block_n": 64, "block_k": deep, "group": 1, "num_warps": 4}
     knobs: dict[str, Any] = {"block_m": wide, "block_n": wide if dims["N"] > 64 else 64}
     if options["dtype"] == f32:
         knobs |= {"block_k": 32, "num_warps": 4}
+    elif odd:
+        knobs["block_k"] = 32
     row_blocks = -(-dims["M"] // knobs["block_m"])
     knobs["group"] = next(n for n in (8, 4, 2, 1) if n <= row_blocks)
     return knobs
