@@ -74,7 +74,7 @@ def _folder(text: str) -> Path:
     return path.absolute()
 
 
-_BACKENDS = ("auto", "torch", "triton")
+_BACKENDS = ("auto", "torch", "triton", "tilelang")
 
 CACHE_DIR: Setting[Path] = Setting(
     name="K3DSL_CACHE_DIR",

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
-from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.symbols import INT32_MAX, Sym
@@ -19,6 +18,7 @@ from k3dsl.ir.types import DType
 from k3dsl.ir.verifier import verify
 from k3dsl.language import Kernel, TensorSpec
 from k3dsl.passes.simplify import simplify
+from k3dsl.runtime import backends
 from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, choose_backend, strides_of
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import Op, forced_for
@@ -49,14 +49,35 @@ def spec_of(strides: Strides) -> Callable[[str, DType], DType | TensorSpec]:
     return lambda name, dtype: TensorSpec(dtype, known[name]) if name in known else dtype
 
 
-def schedule(launch: str, backend: str, schedules: Schedules, default: Mapping[str, Any]) -> TritonSchedule | None:
-    """The launch's schedule: the default with the caller's fields over it; stages are replaced label by label."""
+def launch_of(
+    label: str,
+    kernel: IRKernel,
+    backend: str,
+    schedules: Schedules,
+    triton: Mapping[str, Any],
+    tilelang: Mapping[str, Any] | None = None,
+) -> Launch:
+    """One launch with its schedule: the backend's default with the caller's fields over it.
+
+    triton, tilelang: the default fields of each backend; None derives TileLang's from Triton's. Fields that go by label,
+    such as stages, are replaced label by label. The caller's field `backend` moves this launch to another backend that
+    generates code; on the CPU it means nothing.
+    """
+    given = dict((schedules or {}).get(label, {}))
+    own = given.pop("backend", backend)
     if backend == "torch":
-        return None
-    given = dict((schedules or {}).get(launch, {}))
-    if isinstance(given.get("stages"), Mapping):
-        given["stages"] = {**default.get("stages", {}), **given["stages"]}
-    return TritonSchedule.from_json({**default, **given})
+        return Launch(label, kernel, backend, None)
+    backends.check_generating(own)
+    default = triton if own == "triton" else tilelang_defaults(triton) if tilelang is None else tilelang
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            given[name] = {**default.get(name, {}), **value}
+    return Launch(label, kernel, own, backends.schedule_from_json(own, {**default, **given}))
+
+
+def tilelang_defaults(triton: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a TileLangSchedule like those of a TritonSchedule: as many threads, but a warp group at least."""
+    return {"threads": max(128, 32 * triton.get("num_warps", 4)), "stages": dict(triton.get("stages", {}))}
 
 
 def one_launch(
@@ -70,12 +91,16 @@ def one_launch(
     schedules: Schedules,
     strides: Strides,
     default: Mapping[str, Any],
+    tilelang: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan of an op that is one launch, labelled like its kernel. Options and knobs are what the kernel calls `c`."""
+    """The plan of an op that is one launch, labelled like its kernel. Options and knobs are what the kernel calls `c`.
+
+    default, tilelang: schedule fields of the two backends that generate code, see launch_of.
+    """
     spec = spec_of(strides)
     tensors = {n: None if t is None else spec(n, t) for n, t in dtypes.items()}
     ir = traced(kernel, dims, {**options, **knobs}, tensors)
-    launch = Launch(kernel.name, ir, backend, schedule(kernel.name, backend, schedules, default))
+    launch = launch_of(kernel.name, ir, backend, schedules, default, tilelang)
     return Plan(op, dims, buffers_of([ir]), (launch,), knobs, options)
 
 

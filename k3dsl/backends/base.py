@@ -25,14 +25,15 @@ class Reason:
 class Arg:
     """One argument of a generated kernel, in order.
 
-    kind: 'pointer' (a tensor's base address), 'dim' (a runtime dim), 'stride' (elements), 'scalar'.
+    kind: 'pointer' (a tensor's base address), 'dim' (a runtime dim), 'stride' (elements), 'scalar';
+    of machine parameters alone also 'tensor_map' (a TMA descriptor of 128 bytes, passed by value).
     dtype: k3dsl dtype name of the pointee or of the scalar ('bf16', 'f32', 'i32', 'i64', ...).
     divisible_by: known divisor of the value (of the address in bytes for a pointer); 1 when nothing is known.
     source: for kind 'pointer' the tensor's name, for 'dim' the dim's name, for 'stride' "tensor:axis", for 'scalar' its name.
     """
 
     name: str
-    kind: Literal["pointer", "dim", "stride", "scalar"]
+    kind: Literal["pointer", "dim", "stride", "scalar", "tensor_map"]
     dtype: str
     divisible_by: int = 1
     source: str = ""
@@ -54,12 +55,16 @@ class Source:
     ir_hash: str = ""
 
 
+MATRIX_FAMILIES = ("wgmma", "mma.sync", "tcgen05", "mfma")
+
+
 @dataclass(frozen=True)
 class Inspection:
     """What the built artifact uses, as far as the toolchain tells without a GPU. None: not known.
 
     shared_bytes per program, registers per thread, spill_bytes per thread (stack used for spills), warps launched,
-    instructions: matrix instruction families found ('wgmma', 'mma.sync', 'tcgen05', 'mfma'), with their counts.
+    instructions: what was found of MATRIX_FAMILIES, with counts; beside them 'wgmma.serialized' (warnings of ptxas that
+    it gave up overlapping them) and 'setmaxnreg' (warps trade registers while the program runs).
     """
 
     shared_bytes: int | None = None
@@ -73,9 +78,11 @@ class Inspection:
 class Artifact:
     """A built kernel: its machine code and all that a launch needs, without any compiler.
 
-    format: 'cubin' or 'hsaco'. entry: the symbol to launch. launch: threads per program (`threads`), dynamic shared
-    memory (`shared_bytes`), `global_scratch_bytes` per program and its alignment, and `params`, the size in bytes of
-    each machine parameter in order (arguments first, then the backend's hidden ones). assembly: PTX or AMD assembly.
+    format: 'cubin' or 'hsaco', or 'cu' where the machine has no compiler for the CUDA source. entry: the symbol to
+    launch. launch: threads per program (`threads`), dynamic shared memory (`shared_bytes`), `global_scratch_bytes` per
+    program and its alignment, and `params`, the size in bytes of each machine parameter in order (arguments first, then
+    the backend's hidden ones); where the machine parameters are not the arguments, also `host_call` (backends.host_call)
+    or None and `needs`, what a launch needs then. assembly: PTX or AMD assembly. cuda: CUDA source, where there is one.
     """
 
     source: Source
@@ -86,4 +93,5 @@ class Artifact:
     launch: dict[str, Any]
     inspection: Inspection
     assembly: str = ""
+    cuda: str = ""
     toolchain: dict[str, str] = field(default_factory=dict)

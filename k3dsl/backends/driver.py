@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _PACKING = {
     "i1": ("?7x", 1),
 }
 _ADDRESS = ("Q", 8)
+_TENSOR_MAP = ("128s", 128)
 _SLOT = 8
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -62,7 +64,10 @@ class DriverKernel:
         built_for: str = "",
     ) -> None:
         if format not in _DRIVERS:
-            raise LaunchError(f"{entry}: cannot launch machine code of format {format!r}; {', '.join(_DRIVERS)} can be")
+            raise LaunchError(
+                f"{entry}: cannot launch machine code of format {format!r}; {', '.join(_DRIVERS)} can be",
+                fix="build it where nvcc is" if format == "cu" else None,
+            )
         if num_ctas != 1:
             raise LaunchError(
                 f"{entry}: launching clusters of {num_ctas} programs needs Triton", fix="build it with num_ctas=1"
@@ -80,14 +85,16 @@ class DriverKernel:
         self._args = tuple(args)
         self._convert = [_converter(entry, arg) for arg in args]
         self._pieces = [piece for piece, _ in packing]
+        sizes = [struct.calcsize("<" + piece) for piece in self._pieces]
         # The slots past the arguments hold the address of global scratch and null.
         hidden = len(params) - len(args)
         self._struct = struct.Struct("<" + "".join(self._pieces) + "Q" * hidden)
         self._hidden = [0] * hidden
         # The driver copies parameters while it enqueues: one buffer serves every launch, one thread at a time.
-        self._buffer = ctypes.create_string_buffer(max(1, len(params)) * _SLOT)
+        self._buffer = ctypes.create_string_buffer(max(_SLOT, self._struct.size))
         start = ctypes.addressof(self._buffer)
-        self._pointers = (ctypes.c_void_p * max(1, len(params)))(*(start + i * _SLOT for i in range(len(params))))
+        offsets = list(accumulate([*sizes, *[_SLOT] * hidden], initial=0))[: len(params)]
+        self._pointers = (ctypes.c_void_p * max(1, len(params)))(*(start + offset for offset in offsets))
         self._lock = threading.Lock()
         self._loaded: tuple[_Driver, int] | None = None
 
@@ -172,6 +179,8 @@ def scratch_buffer(size: int, device: int, stream: int) -> Any:
 def _packing(entry: str, arg: Arg) -> tuple[str, int]:
     if arg.kind == "pointer":
         return _ADDRESS
+    if arg.kind == "tensor_map":
+        return _TENSOR_MAP
     if arg.dtype not in _PACKING:
         raise LaunchError(f"{entry}: the argument {arg.name} has dtype {arg.dtype}, which a launch cannot pass")
     return _PACKING[arg.dtype]
@@ -206,7 +215,7 @@ def _converter(entry: str, arg: Arg) -> Callable[[Any], Any]:
 
     if arg.kind == "pointer":
         return address
-    if arg.dtype == "bf16":
+    if arg.dtype == "bf16" and arg.kind != "tensor_map":
         return _bf16_bits
     return _unchanged
 
@@ -432,3 +441,8 @@ _DRIVERS: dict[str, Callable[[], _Driver]] = {"cubin": _Cuda, "hsaco": _Hip}
 @functools.cache
 def _driver(format: str) -> _Driver:
     return _DRIVERS[format]()
+
+
+def cuda_library() -> ctypes.CDLL:
+    """libcuda, started. Raises LaunchError on a machine without NVIDIA's driver."""
+    return _driver("cubin").library

@@ -38,6 +38,7 @@ def bench_command(
 ) -> None:
     """Time an op: median of many calls, its peers in the same process, and on a GPU each kernel against its floor."""
     from k3dsl.ops.registry import get_op
+    from k3dsl.runtime.dispatch import using_backend
     from k3dsl.runtime.timing import bench
 
     chosen = get_op(op)
@@ -46,17 +47,18 @@ def bench_command(
     given = parse_dims(dims)
     chosen.resolve_dims(given)
     device = device_for(backend)
-    result = bench(
-        chosen,
-        dims=given,
-        options=chosen.resolve_options(options),
-        knobs=knobs,
-        schedules=schedules,
-        device=device,
-        seed=seed,
-        with_peers=peers,
-        rep_ms=rep_ms,
-    )
+    with using_backend(backend):
+        result = bench(
+            chosen,
+            dims=given,
+            options=chosen.resolve_options(options),
+            knobs=knobs,
+            schedules=schedules,
+            device=device,
+            seed=seed,
+            with_peers=peers,
+            rep_ms=rep_ms,
+        )
     if output is not None:
         write_json(output, result.to_json())
     if as_json:

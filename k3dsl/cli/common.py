@@ -32,8 +32,11 @@ Static = Annotated[bool, typer.Option("--static", help="Compile every dim in, al
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
 BackendName = Annotated[
     str | None,
-    typer.Option("--backend", help="torch (on the CPU) or triton (on this machine's GPU). Default: what is here."),
+    typer.Option(
+        "--backend", help="torch (on the CPU), triton or tilelang (on this machine's GPU). Default: what is here."
+    ),
 ]
+GeneratingName = Annotated[str, typer.Option("--backend", help="What generates the code: triton or tilelang.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the random inputs.")]
 OutputFile = Annotated[Path | None, typer.Option("--output", help="Also write the results to this file, as JSON.")]
 
@@ -104,13 +107,13 @@ def generating_backend(name: str) -> str:
     if name == "torch":
         raise ArgumentError(
             "the torch backend runs the IR directly and generates no code",
-            fix="use --backend triton; `k3dsl run` runs it",
+            fix="use --backend triton or tilelang; `k3dsl run` runs it",
         )
     return name
 
 
 def device_for(backend: str | None) -> torch.device:
-    """Where a backend runs: torch on the CPU, triton on the GPU; None takes the GPU if there is one."""
+    """Where a backend runs: torch on the CPU, the others on the GPU; None takes the GPU if there is one."""
     import torch
 
     from k3dsl.runtime.dispatch import current_target

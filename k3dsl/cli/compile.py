@@ -9,6 +9,7 @@ import typer
 
 from k3dsl.cli.common import (
     Dims,
+    GeneratingName,
     Json,
     OpName,
     Settings,
@@ -27,7 +28,7 @@ NAME = "compile"
 def compile_command(
     op: OpName,
     target: TargetName = None,
-    backend: Annotated[str, typer.Option("--backend", help="What generates the code: triton.")] = "triton",
+    backend: GeneratingName = "triton",
     dims: Dims = None,
     settings: Settings = None,
     output: Annotated[
@@ -53,4 +54,6 @@ def compile_command(
     for launch in summary["launches"]:
         if launch["note"]:
             print(f"note: {launch['label']}: {launch['note']}")
+        if launch["needs"]:
+            print(f"note: {launch['label']}: to run, the bundle needs {launch['needs']}")
     print(f"wrote {folder}; on such a GPU: k3dsl.load({str(folder)!r})(**tensors)")

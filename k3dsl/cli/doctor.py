@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -48,18 +49,22 @@ def examine() -> dict[str, Any]:
     if triton_version is not None and not TRITON_RANGE[0] <= _numbers(triton_version) < TRITON_RANGE[1]:
         triton_problem = f"version {triton_version} is not tested: use 3.6 to 3.9"
     gpu = _gpu() if torch_problem is None else None
+    tilelang_version, tilelang_problem = _tilelang()
+    compiler, compiler_problem = _nvcc()
     return {
         "versions": {
             "k3dsl": _version("k3dsl")[0],
             "python": platform.python_version(),
             "torch": torch_version or torch_problem,
             "triton": triton_version or triton_problem,
-            **{name: _version(name)[0] or "not installed" for name in ("numpy", "fla", "tilelang")},
+            **{name: _version(name)[0] or "not installed" for name in ("numpy", "fla")},
+            "tilelang": tilelang_version or "not installed",
+            "nvcc": compiler or "not found",
         },
         "gpu": gpu,
         "settings": [_setting(s) for s in settings.all()],
         "misspelt": settings.misspelt(),
-        "works": _works(torch_problem, triton_problem, gpu),
+        "works": _works(torch_problem, triton_problem, tilelang_problem, compiler_problem, gpu),
     }
 
 
@@ -71,6 +76,25 @@ def _version(module: str) -> tuple[str | None, str | None]:
         return str(getattr(importlib.import_module(module), "__version__", "unknown")), None
     except Exception as error:  # a package may be installed and broken
         return None, f"cannot be imported ({type(error).__name__}: {error})".splitlines()[0]
+
+
+def _tilelang() -> tuple[str | None, str | None]:
+    """TileLang's version, and why it cannot be used. It is not imported: that takes seconds."""
+    from k3dsl.backends.tilelang.build import HOW_TO_GET, TESTED
+
+    try:
+        version = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        return None, HOW_TO_GET
+    return version, None if version == TESTED else f"version {version} is not tested: use {TESTED}"
+
+
+def _nvcc() -> tuple[str | None, str | None]:
+    """The version and path of NVIDIA's compiler, or how to get it."""
+    from k3dsl.backends.tilelang import nvcc
+
+    found = nvcc.find()
+    return (f"{found.version} ({found.path})", None) if found else (None, nvcc.HOW_TO_GET)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -105,7 +129,13 @@ def _setting(setting: Any) -> dict[str, Any]:
     return {"name": setting.name, "value": shown, "set": setting.is_set(), "type": setting.type, "doc": setting.doc}
 
 
-def _works(torch_problem: str | None, triton_problem: str | None, gpu: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _works(
+    torch_problem: str | None,
+    triton_problem: str | None,
+    tilelang_problem: str | None,
+    compiler_problem: str | None,
+    gpu: dict[str, Any] | None,
+) -> list[dict[str, Any]]:
     from k3dsl.targets import all_targets
 
     targets = ", ".join(target.name for target in all_targets())
@@ -113,6 +143,8 @@ def _works(torch_problem: str | None, triton_problem: str | None, gpu: dict[str,
     no_gpu = "torch sees no GPU" if gpu is None else "k3dsl has no facts about this GPU"
     cache_problem = _cache_problem()
     build_problem = torch_problem or (f"triton: {triton_problem}" if triton_problem else None) or cache_problem
+    lower_problem = torch_problem or tilelang_problem or cache_problem
+    nvidia = ", ".join(target.name for target in all_targets() if target.vendor == "nvidia")
     rows = [
         ("run ops on the CPU (torch backend)", torch_problem is None, torch_problem or "needs torch only"),
         (f"compile for {targets}", build_problem is None, build_problem or "needs no GPU"),
@@ -120,6 +152,16 @@ def _works(torch_problem: str | None, triton_problem: str | None, gpu: dict[str,
             "run ops on this GPU (triton backend)",
             build_problem is None and known_gpu,
             build_problem or (f"target {gpu['target']}" if gpu is not None and known_gpu else no_gpu),
+        ),
+        (
+            f"compile through TileLang for {nvidia}",
+            lower_problem is None and compiler_problem is None,
+            lower_problem or (f"CUDA source only: {compiler_problem}" if compiler_problem else "needs no GPU"),
+        ),
+        (
+            "run ops on this GPU (tilelang backend)",
+            lower_problem is None and compiler_problem is None and known_gpu,
+            lower_problem or compiler_problem or (f"target {gpu['target']}" if gpu and known_gpu else no_gpu),
         ),
         (
             "load and run bundles",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from k3dsl.cli.common import (
     Dims,
+    GeneratingName,
     Json,
     OpName,
     Settings,
@@ -28,7 +27,7 @@ def explain_command(
     dims: Dims = None,
     settings: Settings = None,
     target: TargetName = None,
-    backend: Annotated[str, typer.Option("--backend", help="What generates the code: triton.")] = "triton",
+    backend: GeneratingName = "triton",
     static: Static = False,
     as_json: Json = False,
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from k3dsl.backends.base import MATRIX_FAMILIES
 from k3dsl.errors import ArgumentError
 
 WIDTH = 160  # of a pipe or a file, which has no width of its own
@@ -57,7 +58,7 @@ def megabytes(value: int) -> str:
 
 def families(instructions: dict[str, int]) -> str:
     """Matrix instruction families with their counts: wgmma 22, mma.sync 80."""
-    return ", ".join(f"{name} {n}" for name, n in instructions.items() if name != "wgmma.serialized") or "none"
+    return ", ".join(f"{name} {n}" for name, n in instructions.items() if name in MATRIX_FAMILIES) or "none"
 
 
 def resource_rows(launches: Iterable[dict[str, Any]]) -> list[list[Any]]:

@@ -44,6 +44,7 @@ def run_command(
     Outputs are filled with NaN before each call where torch allocates them. Exit status 1 when a case fails.
     """
     from k3dsl.ops.registry import get_op
+    from k3dsl.runtime.dispatch import choose_backend, using_backend
     from k3dsl.runtime.judge import by_family, cases_of, judge, judge_in_processes
     from k3dsl.runtime.op import check_names
 
@@ -62,12 +63,15 @@ def run_command(
         "schedules": schedules,
         "repeats": repeats,
         "seed": seed,
+        "backend": backend,
     }
     own = jobs > 1 and not given and not options
     judged = judge_in_processes(chosen, cases, jobs, **how) if own else judge(chosen, found, **how)
     verdicts = list(_progress(judged, len(found)))
     failed = [v for v in verdicts if not v.passed]
-    where = "cpu, torch backend" if device.type == "cpu" else _gpu_name(device)
+    with using_backend(backend):
+        used = choose_backend(device)
+    where = "cpu, torch backend" if device.type == "cpu" else f"{_gpu_name(device)}, {used} backend"
     report = {
         "op": chosen.name,
         "device": where,

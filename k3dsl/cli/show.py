@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3dsl.cli.common import Dims, OpName, Settings, Static, TargetName, parse_dims, parse_settings, target_named
+from k3dsl.cli.common import (
+    Dims,
+    OpName,
+    Settings,
+    Static,
+    TargetName,
+    generating_backend,
+    parse_dims,
+    parse_settings,
+    target_named,
+)
 from k3dsl.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -14,7 +24,8 @@ if TYPE_CHECKING:
     from k3dsl.targets import Target
 
 NAME = "show"
-STAGES = ("ir", "triton", "ptx", "sass", "amdgcn")
+STAGES = ("ir", "triton", "tilelang", "placement", "cuda", "ptx", "sass", "amdgcn")
+OWN = {"triton": "triton", "tilelang": "tilelang", "placement": "tilelang", "cuda": "tilelang"}  # whose stage it is
 
 
 def show_command(
@@ -24,9 +35,12 @@ def show_command(
     dims: Dims = None,
     settings: Settings = None,
     target: TargetName = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="triton or tilelang. Default: whose stage it is, else triton.")
+    ] = None,
     static: Static = False,
 ) -> None:
-    """Print an op's kernels as IR, generated Triton, or assembly."""
+    """Print an op's kernels as IR, generated Triton or TileLang, CUDA, or assembly."""
     from k3dsl.ops.registry import get_op
     from k3dsl.runtime.op import check_names
 
@@ -35,7 +49,12 @@ def show_command(
     if kernel is not None:
         check_names("kernel", [kernel], list(chosen.launches), chosen.name)
     where = target_named(target, "sm_90a")
-    plan = chosen.point(parse_dims(dims), parse_settings(settings), symbolic=not static).plan("triton")
+    backend = generating_backend(backend or OWN.get(stage, "triton"))
+    if OWN.get(stage, backend) != backend:
+        raise ArgumentError(
+            f"code of backend {backend} has no stage {stage}", fix=f"--backend {OWN[stage]}, or another --stage"
+        )
+    plan = chosen.point(parse_dims(dims), parse_settings(settings), symbolic=not static).plan(backend)
     shown = [launch for launch in plan.launches if kernel in (None, launch.label)]
     if not shown:
         used = ", ".join(launch.label for launch in plan.launches)
@@ -54,14 +73,31 @@ def text_of(launch: Launch, stage: str, target: Target) -> str:
 
     if stage == "ir":
         return print_kernel(launch.kernel)
-    if stage == "triton":
+    if OWN.get(stage, launch.backend) != launch.backend:
+        raise ArgumentError(
+            f"kernel {launch.label} goes through {launch.backend}, which has no stage {stage}",
+            fix="choose with --kernel",
+        )
+    if stage in ("triton", "tilelang"):
         return executable.lower(launch, target).text
+    if stage == "placement":
+        from k3dsl.backends.tilelang.placement import explain
+
+        return explain(launch.kernel, launch.schedule, target)
+    if stage == "cuda":
+        return executable.build(launch, target).cuda
     if (stage == "amdgcn") != (target.vendor == "amd"):
         own = "amdgcn" if target.vendor == "amd" else "ptx or sass"
         raise ArgumentError(f"code for {target} has no stage {stage}", fix=f"--stage {own}, or another --target")
     artifact = executable.build(launch, target)
+    if artifact.format == "cu":
+        raise ArgumentError(f"kernel {launch.label} was not compiled: it needs {artifact.launch['needs']}")
     if stage != "sass":
         return artifact.assembly
-    from k3dsl.backends.triton.inspect import disassemble
+    if launch.backend == "triton":
+        from k3dsl.backends.triton.inspect import disassemble as disassemble_triton
+
+        return disassemble_triton(artifact)
+    from k3dsl.backends.machine_code import disassemble
 
     return disassemble(artifact)

@@ -13,6 +13,7 @@ import torch
 
 from k3dsl.backends.base import Arg
 from k3dsl.backends.driver import DriverKernel
+from k3dsl.backends.host_call import HostCallKernel
 from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.errors import ArgumentError, BundleError, LaunchError, ParseError, UnknownNameError
 from k3dsl.ir.symbols import Expr, Sym, parse_expr
@@ -129,7 +130,7 @@ class Bundle:
         self._strides = {b.name: expression(b.strides) for b in self._callers if b.strides is not None}
         self._where = where_dims_are([b for b in self._callers if b.role != "out"])
         self._launches = [_BundleLaunch(launch, self._read, files) for launch in metadata["launches"]]
-        self._kernels: dict[int, list[DriverKernel]] = {}
+        self._kernels: dict[int, list[DriverKernel | HostCallKernel]] = {}
 
     def _read(self, text: str) -> Expr:
         return parse_expr(text, self.facts)
@@ -247,7 +248,7 @@ class Bundle:
             ):
                 self._refuse(b.name, f"has strides {t.stride()}, compiled for {b.strides}", "compile for this layout")
 
-    def _kernels_for(self, device: torch.device) -> list[DriverKernel]:
+    def _kernels_for(self, device: torch.device) -> list[DriverKernel | HostCallKernel]:
         if device.type != "cuda":
             raise ArgumentError(
                 f"bundle of {self.op}: the tensors are on {device}, and the code is for a GPU ({self.target})",
@@ -317,8 +318,12 @@ class _BundleLaunch:
             for arg in self._args
         ]
 
-    def kernel(self, device: int, target: str) -> DriverKernel:
+    def kernel(self, device: int, target: str) -> DriverKernel | HostCallKernel:
         data = self._data
+        if "host_call" in data:
+            return HostCallKernel.from_launch(
+                self._binary, data["format"], data["entry"], data, self._args, device, target
+            )
         return DriverKernel(
             self._binary,
             data["format"],

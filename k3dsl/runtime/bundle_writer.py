@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from k3dsl import __version__
-from k3dsl.backends.base import Artifact
+from k3dsl.backends.base import MATRIX_FAMILIES, Artifact
 from k3dsl.errors import ArgumentError, BundleError
 from k3dsl.ir.graph import walk
 from k3dsl.ir.printer import print_kernel
@@ -54,6 +54,8 @@ def save(plan: Plan, target: Target | str, folder: str | Path) -> dict[str, Any]
             raise ArgumentError(f"{plan.op}: two launches are called {launch.label!r}")
         files[f"{launch.label}.ir"] = print_kernel(launch.kernel).encode()
         files[f"{launch.label}.py"] = artifact.source.text.encode()
+        if artifact.cuda:
+            files[f"{launch.label}.cu"] = artifact.cuda.encode()
         files[f"{launch.label}.{artifact.format}"] = artifact.binary
     metadata = describe_plan(plan, target, built)
     metadata["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -72,6 +74,7 @@ def summarise(plan: Plan, target: Target, built: list[tuple[Launch, Artifact]]) 
                 "backend": launch.backend,
                 **dataclasses.asdict(artifact.inspection),
                 "threads": artifact.launch["threads"],
+                "needs": artifact.launch.get("needs"),
                 "note": instruction_note(launch, artifact, target),
             }
         )
@@ -84,7 +87,7 @@ def instruction_note(launch: Launch, artifact: Artifact, target: Target) -> str 
     inverses = any(op.opcode == "unit_lower_inverse" for op in walk(launch.kernel.body))
     if not dots and not inverses:
         return None
-    found = {name: n for name, n in artifact.inspection.instructions.items() if "." not in name or name == "mma.sync"}
+    found = {name: n for name, n in artifact.inspection.instructions.items() if name in MATRIX_FAMILIES}
     best = target.matrix_instructions
     if not found:
         return f"no matrix instructions: its dots run on the ordinary units instead of {best}"
@@ -155,6 +158,7 @@ def _launch(launch: Launch, artifact: Artifact) -> dict[str, Any]:
         "global_scratch_bytes": made.get("global_scratch_bytes", 0),
         "num_ctas": made.get("num_ctas", 1),
         "params": list(made["params"]),
+        **{name: made[name] for name in ("host_call", "needs") if name in made},
         "args": [dataclasses.asdict(arg) for arg in artifact.source.args],
         "buffers": {t.name: launch.buffer_of(t.name) for t in launch.kernel.tensors},
         "scalars": dict(launch.scalars),

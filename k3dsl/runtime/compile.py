@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from k3dsl.backends.base import Artifact, Source
 from k3dsl.backends.torch import dtypes as torch_dtypes
-from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.errors import ArgumentError, NumericsWarning
 from k3dsl.frontend import Kernel, TensorSpec
 from k3dsl.ir.graph import Kernel as IRKernel
@@ -19,11 +18,17 @@ from k3dsl.ir.types import DTYPES, DType
 from k3dsl.ir.verifier import verify
 from k3dsl.passes.exponents import check_exponents
 from k3dsl.passes.simplify import simplify
-from k3dsl.runtime import executable
-from k3dsl.runtime.dispatch import current_target
+from k3dsl.runtime import backends, executable
+from k3dsl.runtime.dispatch import choose_backend, current_target
 from k3dsl.runtime.executable import BoundLaunch
 from k3dsl.runtime.plan import Launch
 from k3dsl.targets import Target, get_target
+
+if TYPE_CHECKING:
+    from k3dsl.backends.tilelang.schedule import TileLangSchedule
+    from k3dsl.backends.triton.schedule import TritonSchedule
+
+    Schedule: TypeAlias = TritonSchedule | TileLangSchedule
 
 
 class CompiledKernel:
@@ -133,7 +138,8 @@ def compile(
     knobs: Mapping[str, Any] | None = None,
     tensors: Mapping[str, DType | TensorSpec | torch.dtype | str | None] | None = None,
     target: str | Target | None = None,
-    schedule: TritonSchedule | Mapping[str, Any] | None = None,
+    schedule: Schedule | Mapping[str, Any] | None = None,
+    backend: str | None = None,
 ) -> CompiledKernel:
     """Compiles a kernel of the language.
 
@@ -142,7 +148,8 @@ def compile(
         knobs: the plain values that the kernel's second argument holds.
         tensors: dtype of each tensor whose declaration leaves it open (k3dsl or torch dtype, or name).
         target: 'sm_90a' and the like; 'cpu' for the torch backend; None for what this machine has.
-        schedule: num_warps, stages by loop label and so on; see TritonSchedule.
+        schedule: a TritonSchedule or TileLangSchedule, or its fields by name: num_warps or threads, stages by loop label.
+        backend: 'triton' or 'tilelang'; None is that of the schedule, else what K3DSL_BACKEND says, else Triton.
 
     Raises:
         TraceError, VerifyError, LegalityError, ResourceError, BuildError: each with the user's file and line.
@@ -165,11 +172,24 @@ def compile(
         where = target
     if where is None:
         return CompiledKernel(Launch(ir.name, ir, "torch", None), None)
-    if not isinstance(schedule, TritonSchedule):
-        schedule = TritonSchedule.from_json(schedule or {})
-    compiled = CompiledKernel(Launch(ir.name, ir, "triton", schedule), where)
+    chosen, schedule = _scheduled(backend, schedule)
+    compiled = CompiledKernel(Launch(ir.name, ir, chosen, schedule), where)
     executable.lower(compiled.launch, where)
     return compiled
+
+
+def _scheduled(backend: str | None, schedule: Schedule | Mapping[str, Any] | None) -> tuple[str, Schedule]:
+    """The backend's name, and its schedule. Raises ArgumentError where the two do not belong together."""
+    if schedule is None or isinstance(schedule, Mapping):
+        chosen = backend or choose_backend(torch.device("cuda"))
+        backends.check_generating(chosen)
+        return chosen, backends.schedule_from_json(chosen, schedule or {})
+    own = "tilelang" if type(schedule).__name__ == "TileLangSchedule" else "triton"
+    if backend not in (None, own):
+        raise ArgumentError(
+            f"the schedule is one of {own}, and the backend is {backend}", fix=f"pass backend={own!r}, or leave it out"
+        )
+    return own, schedule
 
 
 def _spec(name: str, value: object) -> DType | TensorSpec | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -64,9 +66,22 @@ def current_target(device: torch.device) -> Target | None:
     return target
 
 
+_wanted: ContextVar[str | None] = ContextVar("k3dsl_backend", default=None)
+
+
+@contextmanager
+def using_backend(backend: str | None) -> Iterator[None]:
+    """While active, ops on a GPU run through this backend, whatever K3DSL_BACKEND says. None changes nothing."""
+    token = _wanted.set(backend or _wanted.get())
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
 def choose_backend(device: torch.device) -> str:
-    """torch on the CPU; on a GPU what K3DSL_BACKEND says, Triton by default."""
-    wanted = str(settings.get("K3DSL_BACKEND"))
+    """torch on the CPU; on a GPU what `using_backend`, then K3DSL_BACKEND says, Triton by default."""
+    wanted = _wanted.get() or str(settings.get("K3DSL_BACKEND"))
     if device.type == "cpu":
         return "torch"
     return "triton" if wanted == "auto" else wanted

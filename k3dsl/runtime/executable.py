@@ -12,26 +12,21 @@ import torch
 from k3dsl import settings
 from k3dsl.backends.base import Artifact, Source
 from k3dsl.backends.torch import dtypes as torch_dtypes
-from k3dsl.errors import ArgumentError, LegalityError, UnknownNameError
+from k3dsl.errors import ArgumentError
 from k3dsl.ir.graph import Kernel
 from k3dsl.ir.identity import kernel_hash
+from k3dsl.runtime import backends
+from k3dsl.runtime.backends import BACKENDS as BACKENDS
 from k3dsl.runtime.extents import expression
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target, get_target
 
-BACKENDS = ("torch", "triton")
 _artifacts: dict[tuple[str, str, str, str], Artifact] = {}
 
 
 def lower(launch: Launch, target: Target) -> Source:
     """The generated source of one launch."""
-    if launch.backend == "triton":
-        from k3dsl.backends.triton.lower import lower as lower_triton
-
-        return _dumped(lower_triton(launch.kernel, launch.schedule, target), target)
-    if launch.backend in BACKENDS:
-        raise LegalityError(f"backend {launch.backend!r} runs IR directly and generates no source")
-    raise UnknownNameError(f"unknown backend {launch.backend!r}; known: {', '.join(BACKENDS)}")
+    return _dumped(backends.lower(launch.backend, launch.kernel, launch.schedule, target), target)
 
 
 def _dumped(source: Source, target: Target) -> Source:
@@ -40,7 +35,9 @@ def _dumped(source: Source, target: Target) -> Source:
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{source.name}-{target.name}-{source.ir_hash[:16]}.py").write_text(source.text, encoding="utf-8")
+            backend = "" if source.backend == "triton" else f"-{source.backend}"
+            path = folder / f"{source.name}-{target.name}-{source.ir_hash[:16]}{backend}.py"
+            path.write_text(source.text, encoding="utf-8")
         except OSError as error:
             raise ArgumentError(
                 f"{folder} cannot be written: {error.strerror}", fix="set K3DSL_DUMP to another folder, or unset it"
@@ -52,9 +49,7 @@ def build(launch: Launch, target: Target) -> Artifact:
     """The machine code of one launch; built once a process for equal kernels, schedules and targets."""
     key = (launch.backend, kernel_hash(launch.kernel), repr(launch.schedule), target.name)
     if key not in _artifacts:
-        from k3dsl.backends.triton.build import build as build_triton
-
-        _artifacts[key] = build_triton(lower(launch, target), target)
+        _artifacts[key] = backends.build(lower(launch, target), target)
     return _artifacts[key]
 
 
@@ -76,10 +71,8 @@ class BoundLaunch:
             return
         if target is None:
             raise ArgumentError("a generated backend needs a GPU target", fix="pass target='sm_90a' or the like")
-        from k3dsl.backends.triton.load import load
-
         self.artifact = build(launch, target)
-        self.launcher = load(self.artifact, device.index or 0)
+        self.launcher = backends.load(self.artifact, device.index or 0)
         self.getters: list[tuple[int, str]] = []
         for arg in self.artifact.source.args:
             if arg.kind == "pointer":

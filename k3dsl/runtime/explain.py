@@ -8,7 +8,7 @@ from typing import Any
 from k3dsl.backends.base import Artifact, Reason
 from k3dsl.errors import BuildError, K3Error, LegalityError, ResourceError, TraceError, VerifyError
 from k3dsl.ir.verifier import verify
-from k3dsl.runtime import executable
+from k3dsl.runtime import backends, executable
 from k3dsl.runtime.op import Point
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target
@@ -68,11 +68,7 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
 
 def legality(launch: Launch, target: Target) -> list[Reason]:
     """What the launch's backend cannot lower."""
-    if launch.backend != "triton":
-        return []
-    from k3dsl.backends.triton.legality import check
-
-    return check(launch.kernel, launch.schedule, target)
+    return backends.legality(launch.backend, launch.kernel, launch.schedule, target)
 
 
 def _refusal(launch: str | None, error: K3Error) -> Refusal:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from k3dsl.errors import ArgumentError, K3Error
+from k3dsl.runtime.dispatch import using_backend
 from k3dsl.runtime.metrics import relative_rms
 from k3dsl.runtime.op import Case, Op, forced
 
@@ -126,16 +127,17 @@ def judge(
     schedules: Mapping[str, Mapping[str, Any]] | None = None,
     repeats: int = 2,
     seed: int = 0,
+    backend: str | None = None,
 ) -> Iterator[Verdict]:
     """Judges each case in turn: on the CPU with the torch backend, on a GPU with the generated one.
 
-    knobs, schedules: in place of the op's own choice. repeats: calls whose outputs must agree in every bit.
+    knobs, schedules: in place of the op's own choice. backend: the one to use on a GPU; None is what is set. repeats: calls whose outputs must agree in every bit.
 
     Raises ArgumentError for an op without a reference; what goes wrong in a case is in its verdict.
     """
     if op.call is None or op.reference is None:
         raise ArgumentError(f"{op.name} has no reference to be judged against")
-    with forced(op, knobs or {}, schedules or {}):
+    with using_backend(backend), forced(op, knobs or {}, schedules or {}):
         for case in cases:
             yield _judge_case(op, case, torch.device(device), max(1, repeats), seed)
 
@@ -150,18 +152,21 @@ def judge_in_processes(
     schedules: Mapping[str, Mapping[str, Any]] | None = None,
     repeats: int = 2,
     seed: int = 0,
+    backend: str | None = None,
 ) -> Iterator[Verdict]:
     """As `judge` on the op's own cases, in `jobs` processes: compiling dominates, and it runs on one core. In case order."""
     total = len(cases_of(op, size))
-    tasks = [(op, size, n, str(device), dict(knobs or {}), dict(schedules or {}), repeats, seed) for n in range(total)]
+    how = {"device": str(device), "knobs": dict(knobs or {}), "schedules": dict(schedules or {})}
+    how |= {"repeats": repeats, "seed": seed, "backend": backend}
+    tasks = [(op, size, n, how) for n in range(total)]
     with multiprocessing.get_context("spawn").Pool(min(jobs, max(1, total))) as pool:
         yield from pool.imap(_judge_task, tasks, chunksize=max(1, total // (jobs * 8)))
 
 
 def _judge_task(task: tuple[Any, ...]) -> Verdict:
-    op, size, number, device, knobs, schedules, repeats, seed = task
+    op, size, number, how = task
     case = cases_of(op, size)[number]
-    return next(iter(judge(op, [case], device=device, knobs=knobs, schedules=schedules, repeats=repeats, seed=seed)))
+    return next(iter(judge(op, [case], **how)))
 
 
 def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: int) -> Verdict:

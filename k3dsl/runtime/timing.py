@@ -153,7 +153,8 @@ def bench(
     with torch.inference_mode(), forced(op, knobs or {}, schedules or {}):
         with recording() as calls:
             ours = {n: x.clone() for n, x in call(**op.fresh(inputs)).items() if x is not None}
-        timing = measure(lambda: call(**inputs), device, rep_ms=rep_ms)
+        timed = op.fresh(inputs)  # an op in place would leave other inputs for the peers to be compared on
+        timing = measure(lambda: call(**timed), device, rep_ms=rep_ms)
         peers = _time_peers(op, inputs, ours, device, rep_ms) if with_peers else ()
         if on_cpu:
             return BenchResult(op.name, _device_name(device), _ints(known), _knobs(calls), timing, peers, (), None)
@@ -187,8 +188,8 @@ def _time_peers(
             theirs = peer(**op.fresh(inputs))
             difference = {n: relative_rms(x, ours[n]) for n, x in theirs.items() if x is not None and n in ours}
 
-            def run(peer: Callable[..., Any] = peer) -> None:
-                peer(**inputs)
+            def run(peer: Callable[..., Any] = peer, timed: Mapping[str, Any] = op.fresh(inputs)) -> None:
+                peer(**timed)
 
             found.append(PeerTime(name, measure(run, device, rep_ms=rep_ms), difference))
         except Exception as error:  # a peer may lack this shape, this GPU, or this version of Triton

@@ -10,9 +10,9 @@ from typing import Any
 from k3dsl.ir.symbols import Expr, Sym, cdiv
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
 from k3dsl.language import TensorSpec
-from k3dsl.ops.common import Settings, schedule, spec_of, traced
+from k3dsl.ops.common import Settings, launch_of, spec_of, traced
 from k3dsl.ops.kda import kernels
-from k3dsl.runtime.plan import Launch, Plan, buffers_of
+from k3dsl.runtime.plan import Plan, buffers_of
 
 FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
 Dims = Mapping[str, Any]
@@ -118,14 +118,15 @@ def forward(
     }
     scan = traced(kernels.scan, d, c, {**reads, **({"out_of_range": i32} if c["guard"] else {})})
     launches = [
-        Launch("prep", prep, backend, schedule("prep", backend, schedules, prep_schedule(c))),
-        Launch("scan", scan, backend, schedule("scan", backend, schedules, scan_schedule(c))),
+        launch_of("prep", prep, backend, schedules, prep_schedule(c), {"threads": 128}),
+        launch_of("scan", scan, backend, schedules, scan_schedule(c), scan_schedule_tilelang(c)),
     ]
     if c["guard"]:
         wide = {**c, "wide": True, "guard": False, "scan_precision": "tf32"}
         rescan = traced(kernels.rescan, d, wide, reads)
         once = {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": 1}}
-        launches.append(Launch("rescan", rescan, backend, schedule("rescan", backend, schedules, once)))
+        single = {**scan_schedule_tilelang(c), "stages": {"chunks": 1}}
+        launches.append(launch_of("rescan", rescan, backend, schedules, once, single))
     buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, "out_of_range"))
     for name in ("o", "final_state"):
         if name in buffers:
@@ -157,6 +158,12 @@ def scan_schedule(c: Settings) -> dict[str, Any]:
     """Three stages where they fit, two for fp32 or long chunks."""
     stages = 3 if c["scan_precision"] in ("bf16", "fp16") and c["C"] <= 32 else 2
     return {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": stages}}
+
+
+def scan_schedule_tilelang(c: Settings) -> dict[str, Any]:
+    """A warp group for every 64 rows of the state, so that a row's products stay in one of them."""
+    stages = 3 if c["scan_precision"] in ("bf16", "fp16") and c["C"] <= 32 else 2
+    return {"threads": max(128, 2 * c["BV"]), "stages": {"chunks": stages}}
 
 
 def gate_tensors(options: Settings) -> dict[str, DType]:
@@ -209,5 +216,5 @@ def decode(
     if not options["in_place"]:
         tensors["new_state"] = options["state"]
     kernel = traced(kernels.decode, d, c, tensors)
-    launch = Launch("decode", kernel, backend, schedule("decode", backend, schedules, decode_schedule(c)))
+    launch = launch_of("decode", kernel, backend, schedules, decode_schedule(c))
     return Plan("kda.decode", d, buffers_of([kernel]), (launch,), knobs, options)

@@ -12,8 +12,9 @@ from k3dsl.targets import detect
 
 pytest.importorskip("triton")
 
+from k3dsl.backends.common import write_module
 from k3dsl.backends.driver import DriverKernel
-from k3dsl.backends.triton.build import build, import_function, write_module
+from k3dsl.backends.triton.build import build, import_function
 from k3dsl.backends.triton.load import TritonLauncher, load
 
 pytestmark = pytest.mark.gpu

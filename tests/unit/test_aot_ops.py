@@ -8,8 +8,46 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+from interpreter_cases import CONSTRUCTS
+
 from k3dsl.backends.base import Artifact
+from k3dsl.backends.triton.build import build as build_source
+from k3dsl.backends.triton.lower import lower
+from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.types import DTYPES
+from k3dsl.language import (
+    In,
+    Out,
+    argmax,
+    cos,
+    cummax,
+    cumprod,
+    cumsum,
+    erf,
+    exp,
+    exp2,
+    f8e5m2,
+    f32,
+    floor,
+    kernel,
+    log,
+    log1p,
+    log2,
+    maximum,
+    minimum,
+    program_id,
+    reciprocal,
+    rsqrt,
+    sigmoid,
+    sin,
+    softplus,
+    sqrt,
+    tanh,
+    where,
+)
 from k3dsl.ops.registry import get_op
+from k3dsl.passes.simplify import simplify
 from k3dsl.runtime.executable import build
 from k3dsl.targets import get_target
 
@@ -93,3 +131,50 @@ def test_descriptors_become_bulk_copies_on_hopper() -> None:
     artifact = build(plan.launches[0], get_target("sm_90a"))
     assert "cp.async.bulk.tensor" in artifact.assembly
     assert artifact.launch["global_scratch_bytes"] > 0
+
+
+# ---- the language ------------------------------------------------------------------------------------------------------
+
+
+def compiles(ir: IRKernel, target: str) -> None:
+    source = lower(ir, TritonSchedule(), get_target(target))
+    assert build_source(source, get_target(target)).binary[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_every_construct_compiles(name: str) -> None:
+    for target in ("sm_90a", "gfx942"):
+        compiles(CONSTRUCTS[name].ir(), target)
+
+
+@kernel(grid=lambda d, c: (4,))
+def every_function(d, c, x=In("4 48"), o=Out("4 48"), p=Out("4 48")):
+    i = program_id(0)
+    t = x[i]
+    a = abs(t) + 1.0
+    o[i] = exp(-a) + exp2(-a) + log(a) + log2(a) + log1p(a) + sqrt(a) + rsqrt(a) + tanh(t) + sigmoid(t) + softplus(t)
+    fast = exp2(-a, approx=True) + sigmoid(t, approx=True) + tanh(t, approx=True) + reciprocal(a, approx=True)
+    more = sin(t) + cos(t) + erf(t) + floor(t) + where(t > 0.1, t, 0.1) + 1.0 / a + minimum(t, 0.5)
+    reduced = t.max(0) + t.sum(0) * t.min(0) + (t * 0.01).prod(0) + argmax(t, 0).to(x.dtype)
+    p[i] = (
+        fast + more + maximum(reduced, a) + cumsum(t, 0) + cummax(t, 0) + cumprod(t, 0, reverse=True) + t.select(0, 3)
+    )
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "gfx942"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
+def test_functions_and_reductions_compile_for_every_float(dtype: str, target: str) -> None:
+    t = DTYPES[dtype]
+    compiles(simplify(every_function.trace({}, {}, {"x": t, "o": t, "p": t})), target)
+
+
+@kernel(grid=lambda d, c: (4,))
+def bytes_of_floats(d, c, x=In("4 32"), o=Out("4 32", f8e5m2)):
+    i = program_id(0)
+    rows = x[i].reshape(2, 16)
+    o[i] = ((rows.select(0, 1)[None, :] + rows).to(f8e5m2) * rows.to(f32).to(f8e5m2)).reshape(32)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_120a", "gfx942"])
+def test_8_bit_floats_compile(target: str) -> None:
+    compiles(simplify(bytes_of_floats.trace({}, {}, {"x": DTYPES["f8e4m3"]})), target)

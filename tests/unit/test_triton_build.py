@@ -18,9 +18,8 @@ from k3dsl.targets import get_target
 
 pytest.importorskip("triton")
 
-from k3dsl.backends import driver
+from k3dsl.backends import driver, machine_code
 from k3dsl.backends.driver import DriverKernel
-from k3dsl.backends.triton import inspect
 from k3dsl.backends.triton.build import build, compiled_kernel
 from k3dsl.backends.triton.load import TritonLauncher, load
 
@@ -318,7 +317,7 @@ def test_parameters_of_ptx_are_read_in_order():
         .param .u8 scan_param_3
     )
     """
-    assert inspect.entry_and_params(ptx) == ("scan", (8, 128, 4, 1))
+    assert machine_code.entry_and_params(ptx) == ("scan", (8, 128, 4, 1))
 
 
 def test_parameters_that_the_amd_runtime_fills_in_are_not_the_callers():
@@ -342,16 +341,16 @@ amdhsa.kernels:
     .vgpr_count:     148
     .vgpr_spill_count: 6
 """
-    assert inspect.entry_and_params(metadata) == ("prep", (8, 4))
-    seen = inspect.inspect_hsaco("v_mfma_f32_32x32x8_bf16 a, b\n" + metadata, shared_bytes=64, warps=8)
+    assert machine_code.entry_and_params(metadata) == ("prep", (8, 4))
+    seen = machine_code.inspect_hsaco("v_mfma_f32_32x32x8_bf16 a, b\n" + metadata, shared_bytes=64, warps=8)
     assert (seen.registers, seen.spill_bytes, seen.instructions) == (148, 24, {"mfma": 1})
 
 
 def test_without_cuobjdump_registers_and_stack_come_from_the_log_of_ptxas():
     log = "ptxas info : ...\n    40 bytes stack frame, 48 bytes spill stores\nptxas info : Used 96 registers, used 1"
-    seen = inspect.inspect_cubin(b"", "", shared_bytes=0, warps=4, ptxas_log=log, cuobjdump=None)
+    seen = machine_code.inspect_cubin(b"", "", shared_bytes=0, warps=4, ptxas_log=log, cuobjdump=None)
     assert (seen.registers, seen.spill_bytes) == (96, 40)
-    unknown = inspect.inspect_cubin(b"", "", shared_bytes=0, warps=4, ptxas_log=None, cuobjdump=None)
+    unknown = machine_code.inspect_cubin(b"", "", shared_bytes=0, warps=4, ptxas_log=None, cuobjdump=None)
     assert (unknown.registers, unknown.spill_bytes) == (None, None)
 
 

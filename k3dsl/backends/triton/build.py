@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.util
-import os
 import re
-import sys
-import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3dsl import settings
+from k3dsl.backends import machine_code
 from k3dsl.backends.base import Artifact, Inspection, Source
-from k3dsl.backends.triton import inspect
+from k3dsl.backends.common import artifact_key, captured_stderr, import_module, write_module, write_whole
 from k3dsl.errors import BuildError, K3Error, ResourceError
 
 if TYPE_CHECKING:
@@ -73,7 +69,7 @@ def build(source: Source, target: Target) -> Artifact:
     """
     _require_triton(source)
     path = write_module(source)
-    with _lock, triton_cache(), _captured_stderr() as diagnostics, _ptxas_log() as log:
+    with _lock, triton_cache(), captured_stderr() as diagnostics, _ptxas_log() as log:
         try:
             compiled = _compile(source, target, path)
         except K3Error:
@@ -90,37 +86,6 @@ def build(source: Source, target: Target) -> Artifact:
 def compiled_kernel(artifact: Artifact) -> Any | None:
     """Triton's CompiledKernel of this artifact if this process built it (and not too long ago), else None."""
     return _compiled.get(artifact_key(artifact))
-
-
-def artifact_key(artifact: Artifact) -> str:
-    """Identity of an artifact's machine code and of the way it is called."""
-    signature = repr([(arg.kind, arg.dtype) for arg in artifact.source.args])
-    head = f"{artifact.target}\n{artifact.entry}\n{signature}\n".encode()
-    return hashlib.sha256(head + artifact.binary).hexdigest()
-
-
-def write_module(source: Source) -> Path:
-    """Writes the module to a file named by its content, since Triton reads a kernel's source back from its file."""
-    folder = Path(settings.get("K3DSL_CACHE_DIR")) / "triton-source"
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:24]
-    path = folder / f"{source.name[:80]}_{digest}.py"
-    try:
-        if not path.exists() or path.read_text(encoding="utf-8") != source.text:  # cut short by a crash, say
-            folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(path, source.text)
-    except OSError as error:
-        raise BuildError(
-            f"{source.name}: cannot write the generated module: {error}",
-            fix="set K3DSL_CACHE_DIR to a folder that can be written",
-        ) from error
-    return path
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes so that a reader sees either the whole file or none."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)
 
 
 @contextlib.contextmanager
@@ -182,15 +147,7 @@ def _type_of(source: Source, kind: str, dtype: str) -> str:
 
 def import_function(source: Source, path: Path) -> Any:
     """The jitted function of the module at `path`, imported under a name that nothing else has."""
-    spec = importlib.util.spec_from_file_location(f"k3dsl_generated_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = write_bytecode
+    module = import_module(path)
     function = getattr(module, source.name, None)
     if function is None or not hasattr(function, "arg_names"):
         raise BuildError(f"the generated module has no @triton.jit function {source.name}", where=path)
@@ -204,12 +161,12 @@ def _artifact(source: Source, target: Target, compiled: Any, ptxas_log: str | No
     is_nvidia = target.vendor == "nvidia"
     binary_format = "cubin" if is_nvidia else "hsaco"
     binary, assembly = compiled.asm[binary_format], compiled.asm["ptx" if is_nvidia else "amdgcn"]
-    entry, params = inspect.entry_and_params(assembly)
+    entry, params = machine_code.entry_and_params(assembly)
     toolchain = {"triton": triton.__version__}
     inspection: Inspection
     if is_nvidia:
         toolchain["ptxas"] = _ptxas_version(target)
-        inspection = inspect.inspect_cubin(
+        inspection = machine_code.inspect_cubin(
             binary,
             assembly,
             shared_bytes=metadata.shared,
@@ -218,7 +175,7 @@ def _artifact(source: Source, target: Target, compiled: Any, ptxas_log: str | No
             cuobjdump=_cuobjdump(),
         )
     else:
-        inspection = inspect.inspect_hsaco(assembly, shared_bytes=metadata.shared, warps=metadata.num_warps)
+        inspection = machine_code.inspect_hsaco(assembly, shared_bytes=metadata.shared, warps=metadata.num_warps)
     launch = {
         # warp specialisation launches more warps than were asked for: the metadata has the number after compiling
         "threads": metadata.num_warps * target.warp_size,
@@ -293,7 +250,7 @@ def _kept_log(compiled: Any, log: str) -> str | None:
     metadata_file = next(path for name, path in compiled.metadata_group.items() if name.endswith(".json"))
     path = Path(metadata_file).parent / "ptxas.log"
     if log:
-        _write_whole(path, log)
+        write_whole(path, log)
         return log
     return path.read_text(encoding="utf-8") if path.exists() else None
 
@@ -313,43 +270,6 @@ def _ptxas_log() -> Iterator[list[str]]:
             yield lines
         finally:
             del vars(compiler)["print"]
-
-
-@contextlib.contextmanager
-def _captured_stderr() -> Iterator[Callable[[], str]]:
-    """Holds back what is written to file descriptor 2, where MLIR puts the reason of a failure.
-
-    Yields a function that takes what has come so far. What is not taken goes to the real stderr at the end; where
-    the toolchain takes the whole process down, it stays in the folder `crashes` of K3DSL_CACHE_DIR.
-    """
-    try:
-        real = os.dup(2)
-    except OSError:  # the process has no stderr
-        yield lambda: ""
-        return
-    folder = Path(settings.get("K3DSL_CACHE_DIR")) / "crashes"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{os.getpid()}.log"
-    with path.open("wb+") as file:
-
-        def take() -> str:
-            file.seek(0)
-            text = file.read().decode(errors="replace")
-            file.seek(0)
-            file.truncate()
-            return text
-
-        sys.stderr.flush()
-        os.dup2(file.fileno(), 2)
-        try:
-            yield take
-        finally:
-            sys.stderr.flush()
-            os.dup2(real, 2)
-            os.close(real)
-            rest = take()
-            path.unlink(missing_ok=True)
-            sys.stderr.write(rest)
 
 
 def _build_error(source: Source, target: Target, path: Path, error: Exception, diagnostics: str) -> BuildError:

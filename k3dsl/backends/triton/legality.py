@@ -12,7 +12,8 @@ from k3dsl.ir.types import bf16, f8e4m3, f16, f32, f64, i32, i64
 from k3dsl.targets import Target
 
 MAX_TILE = 1 << 20
-MIN_DOT_K = {64: 4, 32: 8, 16: 16, 8: 32}
+MIN_DOT_K = {64: 16, 32: 16, 16: 16, 8: 32}
+"""Least inner extent of a dot by bits of its operands, in every version of Triton that is supported."""
 _ATOMIC = (f16, bf16, f32, f64, i32, i64)
 _COMBINE = (
     "a {} with its own combine over {} elements: tiles are padded to a power of two, and no neutral element is known; use an "
@@ -49,6 +50,9 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
                 size *= pow2(n)
             if size > MAX_TILE:
                 reasons.append(Reason("tile_size", f"tile {v.type} has over {MAX_TILE} elements after padding", op.loc))
+        if op.opcode == "unit_lower_inverse" and op.attrs["method"] == "doubling" and 2 < op.result.shape[-1] < 16:
+            message = f"doubling of {op.result.shape[-1]} rows needs products of fewer than 16; use substitution"
+            reasons.append(Reason("dot_k", message, op.loc))
         if op.opcode == "dot":
             a = op.operands[0].type
             least = MIN_DOT_K[a.dtype.bits]

@@ -5,27 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from k3dsl.backends.base import Artifact
-from k3dsl.backends.triton.build import artifact_key, compiled_kernel, triton_cache
+from k3dsl.backends.common import Launcher, artifact_key
+from k3dsl.backends.triton.build import compiled_kernel, triton_cache
 from k3dsl.errors import LaunchError, ResourceError
 
 _MAX_PROGRAMS = 2**31 - 1
 _INTEGER_BITS = {"i8": 8, "i16": 16, "i32": 32}
-
-
-class Launcher(Protocol):
-    """Launches one kernel on one device."""
-
-    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int | None = None) -> None:
-        """Enqueues the kernel and returns; nothing waits for the GPU, so it can be captured in a CUDA graph.
-
-        grid: programs along each axis; with none along some axis nothing is launched. args: one value for each Arg of
-        the source, a tensor (or an address) for a pointer. stream: a raw stream handle; None is torch's current one.
-        Raises LaunchError.
-        """
-        ...
 
 
 # One launcher an artifact and device, kept for good: from version 3.8 on Triton unloads the machine code of a kernel that

@@ -1,0 +1,82 @@
+"""TileLang text of the elementwise ops, each on operands that are single terms."""
+
+from __future__ import annotations
+
+from k3dsl.backends.tilelang.text import atom, opened, tl_dtype
+from k3dsl.ir.types import DType, f32
+
+INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "shl": "<<",
+    "shr": ">>",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+}
+
+CALLS = {
+    "exp": "T.exp({})",
+    "exp2": "T.exp2({})",
+    "log": "T.log({})",
+    "log2": "T.log2({})",
+    "log1p": "T.log1p({})",
+    "sqrt": "T.sqrt({})",
+    "rsqrt": "T.rsqrt({})",
+    "tanh": "T.tanh({})",
+    "sigmoid": "1.0 / (1.0 + T.exp2({} * T.float32(-1.4426950408889634)))",
+    "softplus": "T.max({0}, T.float32(0.0)) + T.log1p(T.exp(-T.abs({0})))",
+    "reciprocal": "T.float32(1.0) / {}",
+    "sin": "T.sin({})",
+    "cos": "T.cos({})",
+    "erf": "T.erf({})",
+    "floor": "T.floor({})",
+    "ceil": "T.ceil({})",
+}
+
+_APPROXIMATE = {"reciprocal": "T.fast_rcp({})"}
+
+
+def widened(opcode: str, dtype: DType) -> bool:
+    """Arithmetic and functions of floats narrower than fp32 are computed in fp32 and rounded once."""
+    return dtype.is_float and dtype.bits < f32.bits and opcode not in ("neg", "abs", "where", "cast")
+
+
+def cast_text(text: str, source: DType, target: DType) -> str:
+    """The text of a value of `source` as `target`."""
+    if source == target:
+        return text
+    if target.is_bool:
+        return f"{atom(text)} != {'0' if not source.is_float else 'T.float32(0.0)'}"
+    if 8 in (source.bits, target.bits) and f32 not in (source, target) and (source.is_float or target.is_float):
+        text = f"T.cast({opened(text)}, T.float32)"  # the one dtype that 8-bit floats convert to and from
+    return f"T.cast({opened(text)}, {tl_dtype(target)})"
+
+
+def function_text(opcode: str, arg: str, dtype: DType, approx: bool) -> str:
+    """A unary function of an atom, computed in `dtype`."""
+    template = _APPROXIMATE.get(opcode) if approx and dtype == f32 else None
+    template = template or CALLS[opcode]
+    if dtype.bits == 64:
+        template = template.replace("float32", "float64")
+    if template.endswith("({})"):
+        arg = opened(arg)
+    return template.format(arg)
+
+
+def minmax(opcode: str, dtype: DType, a: str, b: str, nan: bool = True) -> str:
+    """NaN in either operand gives NaN; `nan` False where neither can be one."""
+    plain = f"T.{opcode}({opened(a)}, {opened(b)})"
+    if not dtype.is_float or not nan:
+        return plain
+    return f"T.if_then_else(T.Or({a} != {a}, {b} != {b}), {a} + {b}, {plain})"

@@ -1,0 +1,121 @@
+"""Makes a built TileLang kernel callable on a GPU of this machine: through TileLang's host code, or the driver alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from k3dsl.backends.base import Artifact
+from k3dsl.backends.common import Launcher, artifact_key, write_module
+from k3dsl.backends.host_call import HostCallKernel
+from k3dsl.backends.tilelang.build import PASS_CONFIGS, Lowered, lock, lower, lowered_kernel, require_tilelang
+from k3dsl.errors import LaunchError
+
+_COMPILE_CALLBACK = "tilelang_callback_cuda_compile"
+
+# One launcher an artifact and device, kept for good: machine code that may be part of a CUDA graph must stay loaded.
+_launchers: dict[tuple[str, int], Launcher] = {}
+
+
+def load(artifact: Artifact, device_index: int) -> Launcher:
+    """A launcher of the artifact on device `device_index` as torch counts them.
+
+    A kernel that this process lowered goes through the host code that TileLang generated for it, called through
+    tvm-ffi. One that came from elsewhere (the cache on disk, a bundle) goes through the GPU's driver, without TileLang;
+    where the driver alone cannot launch it, TileLang lowers the source again.
+
+    Raises LaunchError when the artifact is CUDA source only.
+    """
+    key = (artifact_key(artifact), device_index)
+    known = _launchers.get(key)
+    if known is None:
+        known = _launchers[key] = _launcher(artifact, device_index)
+    return known
+
+
+def _launcher(artifact: Artifact, device_index: int) -> Launcher:
+    if artifact.format != "cubin":
+        raise LaunchError(
+            f"{artifact.source.name}: there is only CUDA source, no machine code", fix=artifact.launch["needs"]
+        )
+    lowered = lowered_kernel(artifact)
+    if lowered is None:
+        if artifact.launch.get("host_call") is not None:
+            return HostCallKernel.from_artifact(artifact, device_index)
+        require_tilelang(artifact.source.name)
+        with lock:
+            configs = {**PASS_CONFIGS, **artifact.source.options.get("pass_configs", {})}
+            lowered = lower(artifact.source, artifact.target, write_module(artifact.source), configs)
+    return TileLangLauncher(artifact, lowered, device_index)
+
+
+def host_function(artifact: Artifact, lowered: Lowered) -> Any:
+    """TileLang's host function of the kernel, with the artifact's machine code in it. No GPU is asked."""
+    import importlib
+
+    import tvm_ffi
+    from tilelang import tvm
+
+    engine = importlib.import_module("tilelang.engine.lower")
+    original = tvm_ffi.get_global_func(_COMPILE_CALLBACK)
+    context, target = lowered.context, lowered.context.target
+    with lock:
+        # TileLang would call nvcc here; the machine code is there already
+        tvm_ffi.register_global_func(_COMPILE_CALLBACK, lambda *_: bytearray(artifact.binary), override=True)
+        try:
+            with target, tvm.transform.PassContext(opt_level=3):
+                device = engine.device_codegen(lowered.device_module, context)
+                host = engine.host_codegen(lowered.host_module, context)
+                host.import_module(device)
+        finally:
+            tvm_ffi.register_global_func(_COMPILE_CALLBACK, original, override=True)
+        return tvm.runtime.Executable(host).jit()["main"]
+
+
+class TileLangLauncher:
+    """Launches through the host function that TileLang generated, called through tvm-ffi. See common.Launcher.
+
+    tvm-ffi takes torch's current stream along with the first tensor. The host function computes the grid.
+    """
+
+    def __init__(self, artifact: Artifact, lowered: Lowered, device_index: int) -> None:
+        import torch
+        import tvm_ffi
+
+        self._name = artifact.source.name
+        self._args = artifact.source.args
+        self._device = device_index
+        self._ffi_device = tvm_ffi.device(f"cuda:{device_index}")
+        self._use_stream = tvm_ffi.use_raw_stream
+        self._by_driver: HostCallKernel | None = None
+        self._artifact = artifact
+        self._pointers = [i for i, arg in enumerate(artifact.source.args) if arg.kind == "pointer"]
+        self._tensor = torch.Tensor
+        try:
+            self._run = host_function(artifact, lowered)
+        except Exception as error:
+            raise LaunchError(f"{self._name}: TileLang's host code does not build: {error}") from error
+
+    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int | None = None) -> None:
+        """See common.Launcher. Addresses in place of tensors go through the driver, where that can launch the kernel."""
+        x, y, z = grid
+        if x == 0 or y == 0 or z == 0:
+            return
+        if len(args) != len(self._args):
+            raise LaunchError(f"{self._name} takes {len(self._args)} arguments, not {len(args)}")
+        for i in self._pointers:
+            if not isinstance(args[i], self._tensor):
+                return self._driver()(grid, args, stream)
+        try:
+            if stream is None:
+                self._run(*args)
+            else:
+                with self._use_stream(self._ffi_device, stream):
+                    self._run(*args)
+        except Exception as error:
+            raise LaunchError(f"{self._name}: {error}") from error
+
+    def _driver(self) -> HostCallKernel:
+        if self._by_driver is None:
+            self._by_driver = HostCallKernel.from_artifact(self._artifact, self._device)
+        return self._by_driver

@@ -1,0 +1,388 @@
+"""Where every tile value lives: folded into the loops that read it, in registers (a fragment), in shared memory, or both.
+
+Fragments may be indexed only by the variables of the loop over them; whatever is shifted, gathered, selected, scanned,
+regrouped or the right operand of a product lives in shared memory, which any index may read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k3dsl.backends.tilelang.access import Access
+from k3dsl.backends.tilelang.dots import DotPlan, operand, plan_dots
+from k3dsl.backends.tilelang.schedule import TileLangSchedule
+from k3dsl.backends.tilelang.text import pow2
+from k3dsl.backends.tilelang.uses import BUFFER_DEMANDS, SHAPE_OPS, Read, Uses, reads, unit_free
+from k3dsl.ir.graph import Kernel, Op, Region, Value, walk
+from k3dsl.ir.opset import BINARY, UNARY_FLOAT
+from k3dsl.ir.scalars import uniform_constant
+from k3dsl.passes.affine import IndexAnalysis
+from k3dsl.targets import Target
+
+CHEAP = 2
+"""Folding a value into several loops repeats its work; this many simple operations are cheaper than a buffer."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """kind: 'inline', 'fragment', 'shared', 'both', or 'scalar' (of no tile). why: the reason, for people."""
+
+    kind: str
+    why: str = ""
+
+    @property
+    def fragment(self) -> bool:
+        return self.kind in ("fragment", "both")
+
+    @property
+    def shared(self) -> bool:
+        return self.kind in ("shared", "both")
+
+
+class Placement:
+    """The decisions for one kernel under one schedule and target.
+
+    home: by id of a value. dots: by id of a product's op. pad: storage extent of tile axes whose length TileLang cannot
+    reduce. hoisted: by id of a pipelined loop's op, the loads that its pipeline runs ahead. owner: by id of a value, the
+    value whose buffer it is computed in.
+    """
+
+    def __init__(self, kernel: Kernel, schedule: TileLangSchedule, target: Target) -> None:
+        self.kernel, self.schedule, self.target = kernel, schedule, target
+        self.uses = Uses(kernel)
+        self.analysis = IndexAnalysis(kernel)
+        self.home: dict[int, Home] = {}
+        self.inline: set[int] = set()
+        self.dots: dict[int, DotPlan] = plan_dots(kernel, schedule, target)
+        self.pad = _padding(kernel, schedule)
+        self.hoisted: dict[int, list[Op]] = {}
+        self.owner: dict[int, Value] = {}
+        self._anchored: dict[int, bool] = {}
+        self._region(kernel.body)
+        for v in kernel.scalar_values:
+            self.home[id(v)] = Home("scalar")
+        self._share_buffers(kernel.body)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def of(self, v: Value) -> Home:
+        return self.home[id(v)]
+
+    def reads(self, v: Value) -> list[Read]:
+        return reads(v, self.uses, self.inline)
+
+    def extent(self, n: int) -> int:
+        """The storage extent of a tile axis of length n."""
+        return self.pad.get(n, n)
+
+    def stages(self, loop: Op) -> int:
+        """Pipeline depth of a loop; a loop known to run once is not pipelined."""
+        label = loop.attrs.get("label")
+        depth = self.schedule.stages.get(label, 1) if label else 1
+        if depth > 1 and not loop.attrs.get("reverse"):
+            trips = self.analysis.affine(loop.operands[1]) - self.analysis.affine(loop.operands[0])
+            if trips.constant is not None and trips.constant <= loop.attrs.get("step", 1):
+                return 1
+            return depth
+        return 1
+
+    def anchored(self, v: Value) -> bool:
+        """True when the value is laid out like a matrix product's accumulator."""
+        known = self._anchored.get(id(v))
+        if known is not None:
+            return known
+        self._anchored[id(v)] = False  # while a carry asks for itself
+        found = False
+        op = v.op
+        if op is None:
+            carry = self.uses.carry.get(id(v))
+            if carry is not None:
+                loop, k = carry
+                found = self.anchored(loop.regions[0].yields[k]) or self.anchored(loop.operands[2 + k])
+        elif op.opcode == "dot":
+            found = self.dots[id(op)].matrix
+        elif op.opcode == "loop":
+            k = next(k for k, r in enumerate(op.results) if r is v)
+            found = self.anchored(op.regions[0].args[1 + k])
+        elif op.opcode not in ("load", "reduce", "scan", "select", "reshape", "unit_lower_inverse", "argmax", "argmin"):
+            found = any(self.anchored(o) for o in op.operands if o.shape == v.shape or op.opcode == "permute")
+        self._anchored[id(v)] = found
+        return found
+
+    # ---- decisions ---------------------------------------------------------------------------------------------------
+
+    def _region(self, region: Region) -> None:
+        for op in reversed(region.ops):
+            if op.opcode not in ("reduce", "scan"):
+                for inner in op.regions:
+                    self._region(inner)
+                    for v in inner.args:
+                        self._set(v, self._carry(v) if v.shape else Home("scalar"))
+            for v in op.results:
+                self._set(v, self._place(op, v, region) if v.shape else self._scalar(op))
+            if op.opcode == "loop" and self.stages(op) > 1:
+                self.hoisted[id(op)] = [o for o in op.regions[0].ops if self._runs_ahead(o, op.regions[0])]
+
+    def _set(self, v: Value, home: Home) -> None:
+        self.home[id(v)] = home
+        if home.kind == "inline":
+            self.inline.add(id(v))
+
+    def _scalar(self, op: Op) -> Home:
+        if op.opcode in ("reduce", "argmax", "argmin"):
+            return Home("both", "one number for the whole program")
+        return Home("scalar")
+
+    def _carry(self, v: Value) -> Home:
+        shared = self._wants_shared(v, self.reads(v))
+        return Home("both", f"carried, and {shared}") if shared else Home("fragment", "carried by a loop")
+
+    def _place(self, op: Op, v: Value, region: Region) -> Home:
+        found = self.reads(v)
+        demands = [r for r in found if r.kind in BUFFER_DEMANDS]
+        if op.opcode == "load":
+            return self._load(op, v, region, found)
+        if op.opcode == "loop":
+            return self._result(v, found, "carried by a loop")
+        if op.opcode == "dot":
+            return self._result(v, found, "accumulator of a product")
+        if op.opcode in ("reduce", "argmax", "argmin"):
+            return self._reduced(op, v, found)
+        if op.opcode in ("scan", "unit_lower_inverse"):
+            return Home("shared", f"{op.opcode} exchanges elements between threads")
+        if demands:
+            if all(r.transposed for r in demands) and op.opcode == "permute" and _swap_only(op, demands, found):
+                return Home("inline", "a transposed operand")
+            if op.opcode == "permute" and tuple(op.attrs["axes"]) == (1, 0):
+                return Home("inline", "a transposed operand")
+            shared = self._wants_shared(v, found)
+            if not shared:
+                for r in demands:
+                    self.dots[id(r.op)].a_fragment = True
+                return Home("fragment", "left operand, in the accumulator's layout")
+            return Home("shared", shared)
+        return self._elementwise(op, v, region, found)
+
+    def _result(self, v: Value, found: list[Read], why: str) -> Home:
+        shared = self._wants_shared(v, found)
+        return Home("both", f"{why}, and {shared}") if shared else Home("fragment", why)
+
+    def _wants_shared(self, v: Value, found: list[Read]) -> str:
+        """Why the value must (also) be in shared memory, or ''."""
+        for r in found:
+            if r.kind == "dot_b":
+                return "right operand of a product"
+            if r.kind == "dot_a":
+                plan = self.dots[id(r.op)]
+                if not plan.matrix:
+                    return "operand of multiply-adds"
+                if r.transposed:
+                    return "left operand, transposed"
+                if not self._fits_registers(v, plan):
+                    return "left operand of a product"
+            elif not r.exact:
+                return "read at other places than it is made"
+        return ""
+
+    def _fits_registers(self, v: Value, plan: DotPlan) -> bool:
+        """True when v can be a left operand without going through shared memory: made in the accumulator's layout, 16
+        bits wide, and each row within one warp."""
+        if v.dtype.bits != 16 or not self.anchored(v) or v.op is None or v.op.opcode in SHAPE_OPS:
+            return False
+        rows = {p.op.result.shape[0] for p in self.dots.values() if p.matrix}
+        return all(p.policy == "row" and p.warps[1] == 1 for p in self.dots.values() if p.matrix) and len(rows) == 1
+
+    def _load(self, op: Op, v: Value, region: Region, found: list[Read]) -> Home:
+        access = Access(op, self.kernel, self.analysis)
+        ahead = self._pipelined(region) and access.copy_reason(self.target, clipping=True) is None
+        if any(r.kind in BUFFER_DEMANDS for r in found):
+            return Home("shared", "operand of a product")
+        written = access.tensor.role != "in"
+        if ahead and found and not written:
+            return Home("shared", "read ahead by the pipeline")
+        inner = any(r.region is not region for r in found)
+        if len(found) <= 1 and not inner and not written:
+            return Home("inline", "read once")
+        flat = len(unit_free(v.shape)) < 2
+        if flat or any(not r.exact for r in found):
+            return Home("shared", "a vector read by several loops" if flat else "read at other places than it is loaded")
+        return Home("fragment", "read by several loops")
+
+    def _reduced(self, op: Op, v: Value, found: list[Read]) -> Home:
+        source = op.operands[0]
+        last = max((k for k, n in enumerate(source.shape) if n != 1), default=0)
+        if len(unit_free(v.shape)) < 2 and op.attrs["axis"] != last and len(unit_free(source.shape)) > 1:
+            return Home("shared", "one number a column, which every row reads")
+        return self._result(v, found, "reduced")
+
+    def _elementwise(self, op: Op, v: Value, region: Region, found: list[Read]) -> Home:
+        inner = any(r.region is not region for r in found)
+        if op.opcode in SHAPE_OPS:
+            return Home("inline", "a way to index its operand")
+        if uniform_constant(v) is not None:
+            return Home("inline", "a constant")
+        if len(found) <= 1 and not inner:
+            return Home("inline", "read once")
+        if self._cost(v) <= CHEAP:
+            return Home("inline", "cheaper to compute again than to keep")
+        if all(not r.exact for r in found):
+            return Home("shared", "read at other places than it is made")
+        flat = len(unit_free(v.shape)) < 2
+        if flat and not self._row_made(v):
+            return Home("shared", "a vector that any thread may read")
+        return self._result(v, found, "computed once for several loops")
+
+    def _row_made(self, v: Value) -> bool:
+        """True when a vector has one number a row of some tile, so that its layout follows that tile's."""
+        op = v.op
+        if op is None:
+            carry = self.uses.carry.get(id(v))
+            if carry is None:
+                return False
+            return True
+        if op.opcode in ("reduce", "argmax", "argmin", "loop"):
+            return True
+        return any(self._row_made(o) for o in op.operands if o.shape)
+
+    def _cost(self, v: Value) -> int:
+        """Simple operations to compute one element again."""
+        op = v.op
+        if op is None or not v.shape:
+            return 0
+        if id(v) in self.home and not self.home[id(v)].kind == "inline":
+            return 0
+        if op.opcode == "load":
+            return 0 if self._load_is_kept(op, v) else 8
+        if op.opcode in ("dot", "reduce", "scan", "loop", "argmax", "argmin", "unit_lower_inverse"):
+            return 0
+        if op.opcode in SHAPE_OPS:
+            own = 0
+        elif op.opcode in UNARY_FLOAT:
+            own = 8
+        elif op.opcode == "cast":
+            own = 0 if v.dtype.bits >= op.operands[0].dtype.bits else 1
+        else:
+            own = 2 if op.opcode in ("div", "floordiv", "mod") or (op.opcode in BINARY and not v.dtype.is_float) else 1
+        return own + sum(self._cost(o) for o in op.operands)
+
+    def _load_is_kept(self, op: Op, v: Value) -> bool:
+        region = self.uses.home[id(op)]
+        before = set(self.inline)
+        kept = self._load(op, v, region, reads(v, self.uses, before)).kind != "inline"
+        return kept or len(self.uses.uses(v)) > 1
+
+    # ---- pipelines ---------------------------------------------------------------------------------------------------
+
+    def _pipelined(self, region: Region) -> bool:
+        op = self.uses.parent.get(id(region))
+        return op is not None and op.opcode == "loop" and self.stages(op) > 1
+
+    def _runs_ahead(self, op: Op, body: Region) -> bool:
+        """True for a load into shared memory whose address is known when the step begins."""
+        if op.opcode != "load" or self.home[id(op.result)].kind != "shared":
+            return False
+        if self.kernel.tensor(op.attrs["tensor"]).role != "in":
+            return False
+        return all(self._known_at_start(v, body) for v in op.operands)
+
+    def _known_at_start(self, v: Value, body: Region) -> bool:
+        if self.uses.region_of.get(id(v)) is not body:
+            return True
+        if any(v is a for a in body.args):
+            return v is body.args[0]
+        op = v.op
+        assert op is not None
+        if v.shape or op.regions or op.opcode in ("reduce", "argmax", "argmin"):
+            return self.home[id(v)].kind == "inline" and op.opcode != "load" and self._operands_known(op, body)
+        if op.opcode == "load" and self.kernel.tensor(op.attrs["tensor"]).role != "in":
+            return False
+        return self._operands_known(op, body)
+
+    def _operands_known(self, op: Op, body: Region) -> bool:
+        return all(self._known_at_start(o, body) for o in op.operands)
+
+    # ---- buffers in common -------------------------------------------------------------------------------------------
+
+    def buffer(self, v: Value) -> Value:
+        """The value whose buffer holds v."""
+        while id(v) in self.owner:
+            v = self.owner[id(v)]
+        return v
+
+    def _share_buffers(self, region: Region) -> None:
+        """Products accumulate where their accumulator already is, if nothing reads the old value later."""
+        for op in region.ops:
+            if op.opcode == "dot" and len(op.operands) == 3:
+                acc = op.operands[2]
+                only = self.uses.uses(acc)
+                if len(only) == 1 and acc.op is not None and acc.op.opcode == "dot":
+                    if self.uses.home[id(acc.op)] is region:
+                        self.owner[id(op.result)] = acc
+            if op.opcode in ("reduce", "scan"):
+                continue
+            for inner in op.regions:
+                self._share_buffers(inner)
+            if op.opcode == "loop":
+                self._share_carries(op)
+
+    def _share_carries(self, loop: Op) -> None:
+        body = loop.regions[0]
+        for k, (arg, new, init, result) in enumerate(
+            zip(body.args[1:], body.yields, loop.operands[2:], loop.results, strict=True)
+        ):
+            if not arg.shape:
+                continue
+            self.owner[id(result)] = arg
+            op = init.op
+            reused = op is not None and op.opcode in ("loop", "dot") and len(self.reads(init)) == 1
+            if reused and len(self.uses.uses(init)) == 1 and self.home[id(arg)].kind == self.home[id(init)].kind:
+                if self.uses.region_of[id(init)] is self.uses.home[id(loop)]:
+                    self.owner[id(arg)] = init
+            first = self._first_of_chain(new, body)
+            if first is not None and self._old_is_done(arg, first, body):
+                self.owner[id(self.buffer_root(new))] = arg
+
+    def buffer_root(self, v: Value) -> Value:
+        """The value that a chain of products started from."""
+        return self.buffer(v)
+
+    def _first_of_chain(self, new: Value, body: Region) -> Op | None:
+        """The first product of the chain that ends in `new`, if it stands in the loop's body and is only yielded."""
+        if new.op is None or new.op.opcode != "dot" or self.uses.home[id(new.op)] is not body:
+            return None
+        if sum(u.kind == "yield" for u in self.uses.uses(new)) != 1:
+            return None
+        root = self.buffer(new)
+        return root.op if root.op is not None and root.op.opcode == "dot" else None
+
+    def _old_is_done(self, arg: Value, first: Op, body: Region) -> bool:
+        """True when the carried value is last read, in place, by the start of the chain's accumulator."""
+        start = self.uses.place[id(first)]
+        for read in self.reads(arg):
+            if read.kind == "yield":
+                return False
+            if read.op is first and read.kind == "acc" and read.exact:
+                continue
+            at = self.uses.outermost(read.op, body)
+            if at is None or at >= start:
+                return False
+        return True
+
+
+def _swap_only(op: Op, demands: list[Read], found: list[Read]) -> bool:
+    return len(demands) == len(found) and op.opcode == "permute"
+
+
+def _padding(kernel: Kernel, schedule: TileLangSchedule) -> dict[int, int]:
+    """Storage extents for the axes that are reduced: TileLang reduces powers of two, and multiples of what the threads
+    read at once."""
+    pad: dict[int, int] = {}
+    for op in walk(kernel.body):
+        if op.opcode == "reduce" and op.attrs.get("kind") is not None:
+            n = op.operands[0].shape[op.attrs["axis"]]
+            if n > 1 and pow2(n) != n and n % (schedule.threads * 8):
+                pad[n] = max(32, pow2(n))
+    return pad
+
+
+__all__ = ["Home", "Placement", "operand"]
