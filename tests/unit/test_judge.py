@@ -152,5 +152,5 @@ def test_a_peer_of_an_op_in_place_is_compared_on_the_state_that_ours_started_fro
     """Timing ours first must not move the pool under the peers."""
     op = get_op("kda.decode")
     alike = type(op)(**{**vars(op), "peers": lambda: {"itself": op.call}})
-    result = bench(alike, dims={"B": 2, "H": 1, "slots": 3}, rep_ms=1)
+    result = timing.bench(alike, dims={"B": 2, "H": 1, "slots": 3}, rep_ms=1)
     assert result.peers[0].difference == {"o": 0.0, "state": 0.0}
