@@ -27,7 +27,7 @@ setup: $(STAMP) ## make .venv and install k3dsl into it, editable, with the pinn
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,tilelang]'
 	touch $@
 
 demo: $(STAMP) ## compile KDA for a GPU that need not be here, and run it on the CPU

@@ -168,12 +168,17 @@ def scratch_buffer(size: int, device: int, stream: int) -> Any:
 
     if stream == torch._C._cuda_getCurrentRawStream(device):
         return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-    if stream == 0:
-        torch_stream = torch.cuda.default_stream(device)
-    else:
-        torch_stream = torch.cuda.ExternalStream(stream, device=device)
-    with torch.cuda.stream(torch_stream):
+    with torch_stream(stream, device):
         return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+def torch_stream(stream: int, device: int) -> Any:
+    """A context in which the stream with this raw handle is torch's current one."""
+    import torch
+
+    if stream == 0:
+        return torch.cuda.stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))
 
 
 def _packing(entry: str, arg: Arg) -> tuple[str, int]:

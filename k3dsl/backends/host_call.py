@@ -274,7 +274,7 @@ class _TensorMapMaker:
             ctypes.c_uint32(rank),
             ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*dims),
-            (ctypes.c_uint64 * rank)(*strides[1:]),
+            (ctypes.c_uint64 * max(1, rank - 1))(*strides[1:]),
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*steps),
             ctypes.c_int(map.interleave),

@@ -53,6 +53,10 @@ def ops_command(
         )
     labels = " or ".join(f"{label}.num_warps" for label in op.launches)
     print(f"Schedule fields are set by kernel: --set {labels}; also stages.LABEL, maxnreg, fp_fusion, descriptors.")
+    print(
+        "With --backend tilelang: threads, stages.LABEL, warp_specialize, policy.DOT and the like; one kernel alone goes"
+    )
+    print(f"through another backend with --set {op.launches[0]}.backend=tilelang.")
 
 
 def describe(op: Op) -> dict[str, Any]:

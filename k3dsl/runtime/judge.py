@@ -131,7 +131,8 @@ def judge(
 ) -> Iterator[Verdict]:
     """Judges each case in turn: on the CPU with the torch backend, on a GPU with the generated one.
 
-    knobs, schedules: in place of the op's own choice. backend: the one to use on a GPU; None is what is set. repeats: calls whose outputs must agree in every bit.
+    knobs, schedules: in place of the op's own choice. backend: of GPU runs; None is what K3DSL_BACKEND says.
+    repeats: calls whose outputs must agree in every bit.
 
     Raises ArgumentError for an op without a reference; what goes wrong in a case is in its verdict.
     """
@@ -156,7 +157,7 @@ def judge_in_processes(
 ) -> Iterator[Verdict]:
     """As `judge` on the op's own cases, in `jobs` processes: compiling dominates, and it runs on one core. In case order."""
     total = len(cases_of(op, size))
-    how = {"device": str(device), "knobs": dict(knobs or {}), "schedules": dict(schedules or {})}
+    how: dict[str, Any] = {"device": str(device), "knobs": dict(knobs or {}), "schedules": dict(schedules or {})}
     how |= {"repeats": repeats, "seed": seed, "backend": backend}
     tasks = [(op, size, n, how) for n in range(total)]
     with multiprocessing.get_context("spawn").Pool(min(jobs, max(1, total))) as pool:

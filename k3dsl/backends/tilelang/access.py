@@ -90,9 +90,7 @@ class Access:
 
     def _guarded(self, axis: Axis) -> bool:
         index = axis.index
-        return (
-            index.kind == "span" and index.end is not None and not self.analysis.span_in_bounds(self.op, axis.number)
-        )
+        return index.kind == "span" and index.end is not None and not self.analysis.span_in_bounds(self.op, axis.number)
 
     # ---- structured copies -------------------------------------------------------------------------------------------
 

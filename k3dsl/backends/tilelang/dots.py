@@ -61,7 +61,9 @@ def partition(m: int, n: int, warps: int, policy: str, wgmma: bool) -> tuple[int
         elif policy == "col":
             rows = 1
         else:
-            fits = [r for r in range(1, groups + 1) if groups % r == 0 and (m // 64) % r == 0 and n % (groups // r) == 0]
+            fits = [
+                r for r in range(1, groups + 1) if groups % r == 0 and (m // 64) % r == 0 and n % (groups // r) == 0
+            ]
             rows = min(fits, key=lambda r: abs(m / r - n / (groups / r)), default=1)
         cols = groups // rows
         if n % (8 * cols):
@@ -72,8 +74,10 @@ def partition(m: int, n: int, warps: int, policy: str, wgmma: bool) -> tuple[int
         if warps % rows or m % (16 * rows) or n % (8 * (warps // rows)):
             continue
         cols = warps // rows
-        if best is None or policy == "row" or (
-            policy == "square" and abs(m / rows - n / cols) < abs(m / best[0] - n / best[1])
+        if (
+            best is None
+            or policy == "row"
+            or (policy == "square" and abs(m / rows - n / cols) < abs(m / best[0] - n / best[1]))
         ):
             best = rows, cols
     return best
@@ -92,9 +96,7 @@ def plan_dots(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> dic
     return plans
 
 
-def _form(
-    op: Op, policy: str, schedule: TileLangSchedule, target: Target
-) -> tuple[str, str, tuple[int, int], str]:
+def _form(op: Op, policy: str, schedule: TileLangSchedule, target: Target) -> tuple[str, str, tuple[int, int], str]:
     a, n = op.operands[0].type, op.operands[1].shape[-1]
     plain = (0, 0)
     if a.rank != 2:

@@ -26,25 +26,25 @@ INFIX = {
 }
 
 CALLS = {
-    "exp": "T.exp({})",
-    "exp2": "T.exp2({})",
-    "log": "T.log({})",
-    "log2": "T.log2({})",
-    "log1p": "T.log1p({})",
-    "sqrt": "T.sqrt({})",
-    "rsqrt": "T.rsqrt({})",
-    "tanh": "T.tanh({})",
-    "sigmoid": "1.0 / (1.0 + T.exp2({} * T.float32(-1.4426950408889634)))",
-    "softplus": "T.max({0}, T.float32(0.0)) + T.log1p(T.exp(-T.abs({0})))",
-    "reciprocal": "T.float32(1.0) / {}",
-    "sin": "T.sin({})",
-    "cos": "T.cos({})",
-    "erf": "T.erf({})",
-    "floor": "T.floor({})",
-    "ceil": "T.ceil({})",
+    "exp": "tl.exp({})",
+    "exp2": "tl.exp2({})",
+    "log": "tl.log({})",
+    "log2": "tl.log2({})",
+    "log1p": "tl.log1p({})",
+    "sqrt": "tl.sqrt({})",
+    "rsqrt": "tl.rsqrt({})",
+    "tanh": "tl.tanh({})",
+    "sigmoid": "1.0 / (1.0 + tl.exp2({} * tl.float32(-1.4426950408889634)))",
+    "softplus": "tl.max({0}, tl.float32(0.0)) + tl.log1p(tl.exp(-tl.abs({0})))",
+    "reciprocal": "tl.float32(1.0) / {}",
+    "sin": "tl.sin({})",
+    "cos": "tl.cos({})",
+    "erf": "tl.erf({})",
+    "floor": "tl.floor({})",
+    "ceil": "tl.ceil({})",
 }
 
-_APPROXIMATE = {"reciprocal": "T.fast_rcp({})"}
+_APPROXIMATE = {"reciprocal": "tl.fast_rcp({})"}
 
 
 def widened(opcode: str, dtype: DType) -> bool:
@@ -57,10 +57,10 @@ def cast_text(text: str, source: DType, target: DType) -> str:
     if source == target:
         return text
     if target.is_bool:
-        return f"{atom(text)} != {'0' if not source.is_float else 'T.float32(0.0)'}"
+        return f"{atom(text)} != {'0' if not source.is_float else 'tl.float32(0.0)'}"
     if 8 in (source.bits, target.bits) and f32 not in (source, target) and (source.is_float or target.is_float):
-        text = f"T.cast({opened(text)}, T.float32)"  # the one dtype that 8-bit floats convert to and from
-    return f"T.cast({opened(text)}, {tl_dtype(target)})"
+        text = f"tl.cast({opened(text)}, tl.float32)"  # the one dtype that 8-bit floats convert to and from
+    return f"tl.cast({opened(text)}, {tl_dtype(target)})"
 
 
 def function_text(opcode: str, arg: str, dtype: DType, approx: bool) -> str:
@@ -76,7 +76,7 @@ def function_text(opcode: str, arg: str, dtype: DType, approx: bool) -> str:
 
 def minmax(opcode: str, dtype: DType, a: str, b: str, nan: bool = True) -> str:
     """NaN in either operand gives NaN; `nan` False where neither can be one."""
-    plain = f"T.{opcode}({opened(a)}, {opened(b)})"
+    plain = f"tl.{opcode}({opened(a)}, {opened(b)})"
     if not dtype.is_float or not nan:
         return plain
-    return f"T.if_then_else(T.Or({a} != {a}, {b} != {b}), {a} + {b}, {plain})"
+    return f"tl.if_then_else(tl.Or({a} != {a}, {b} != {b}), {a} + {b}, {plain})"

@@ -7,6 +7,7 @@ from typing import Any
 
 from k3dsl.backends.base import Artifact
 from k3dsl.backends.common import Launcher, artifact_key, write_module
+from k3dsl.backends.driver import torch_stream
 from k3dsl.backends.host_call import HostCallKernel
 from k3dsl.backends.tilelang.build import PASS_CONFIGS, Lowered, lock, lower, lowered_kernel, require_tilelang
 from k3dsl.errors import LaunchError
@@ -75,18 +76,16 @@ def host_function(artifact: Artifact, lowered: Lowered) -> Any:
 class TileLangLauncher:
     """Launches through the host function that TileLang generated, called through tvm-ffi. See common.Launcher.
 
-    tvm-ffi takes torch's current stream along with the first tensor. The host function computes the grid.
+    tvm-ffi takes torch's current stream along with the first tensor, whatever stream was set for it by its own means.
+    The host function computes the grid.
     """
 
     def __init__(self, artifact: Artifact, lowered: Lowered, device_index: int) -> None:
         import torch
-        import tvm_ffi
 
         self._name = artifact.source.name
         self._args = artifact.source.args
         self._device = device_index
-        self._ffi_device = tvm_ffi.device(f"cuda:{device_index}")
-        self._use_stream = tvm_ffi.use_raw_stream
         self._by_driver: HostCallKernel | None = None
         self._artifact = artifact
         self._pointers = [i for i, arg in enumerate(artifact.source.args) if arg.kind == "pointer"]
@@ -110,7 +109,7 @@ class TileLangLauncher:
             if stream is None:
                 self._run(*args)
             else:
-                with self._use_stream(self._ffi_device, stream):
+                with torch_stream(stream, self._device):
                     self._run(*args)
         except Exception as error:
             raise LaunchError(f"{self._name}: {error}") from error

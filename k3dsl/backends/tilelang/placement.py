@@ -205,7 +205,9 @@ class Placement:
             return Home("inline", "read once")
         flat = len(unit_free(v.shape)) < 2
         if flat or any(not r.exact for r in found):
-            return Home("shared", "a vector read by several loops" if flat else "read at other places than it is loaded")
+            return Home(
+                "shared", "a vector read by several loops" if flat else "read at other places than it is loaded"
+            )
         return Home("fragment", "read by several loops")
 
     def _reduced(self, op: Op, v: Value, found: list[Read]) -> Home:

@@ -30,7 +30,7 @@ def pow2(n: int) -> int:
 
 def tl_dtype(dtype: DType) -> str:
     """The dtype as TileLang spells it."""
-    return f"T.{TL_DTYPES[dtype.name]}"
+    return f"tl.{TL_DTYPES[dtype.name]}"
 
 
 def closed(text: str) -> bool:
@@ -72,19 +72,19 @@ def all_of(conditions: list[str]) -> str:
     """The conjunction of conditions."""
     text = conditions[0]
     for more in conditions[1:]:
-        text = f"T.And({text}, {more})"
+        text = f"tl.And({text}, {more})"
     return text
 
 
 def dim_text(expr: Expr, wide: bool = False) -> str:
     """A dim expression as kernel text; `wide` computes in 64 bits."""
-    symbol = (lambda n: f"T.cast({n}, T.int64)") if wide else (lambda n: n)
+    symbol = (lambda n: f"tl.cast({n}, tl.int64)") if wide else (lambda n: n)
 
     def call(op: str, a: str, b: str) -> str:
         if op in ("min", "max"):
-            return f"T.{op}({a}, {b})"
+            return f"tl.{op}({a}, {b})"
         if op == "cdiv":
-            return f"T.ceildiv({a}, {b})"
+            return f"tl.ceildiv({a}, {b})"
         return f"({atom(a)} {'//' if op == 'floordiv' else '%'} {atom(b)})"
 
     return expr.render(symbol, call)
@@ -94,15 +94,15 @@ def literal(value: float | int | bool, dtype: DType) -> str:
     """A typed constant."""
     name = tl_dtype(dtype)
     if dtype.is_bool:
-        return f"T.bool({bool(value)})"
+        return f"tl.bool({bool(value)})"
     if not dtype.is_float:
         return str(int(value)) if dtype.name == "i32" else f"{name}({int(value)})"
     v = float(value)
     if math.isinf(v):
-        inf = f"T.infinity({name})"
+        inf = f"tl.infinity({name})"
         return inf if v > 0 else f"(-{inf})"
     if math.isnan(v):
-        return f'T.cast(T.float32("nan"), {name})'
+        return f'tl.cast(tl.float32("nan"), {name})'
     if v == 0 and math.copysign(1, v) < 0:
         return f"{name}(-0.0)"
     return f"{name}({v!r})"

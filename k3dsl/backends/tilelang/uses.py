@@ -93,6 +93,11 @@ class Uses:
     def uses(self, v: Value) -> list[Use]:
         return self.of.get(id(v), [])
 
+    def in_loop(self, op: Op) -> bool:
+        """True when a loop stands around the op."""
+        holder = self.parent.get(id(self.home[id(op)]))
+        return holder is not None and (holder.opcode == "loop" or self.in_loop(holder))
+
     def outermost(self, op: Op, region: Region) -> int | None:
         """The position, within `region`, of the op or of the op around it that stands there; None if it is outside."""
         while self.home[id(op)] is not region:
@@ -129,9 +134,7 @@ def reads(v: Value, uses: Uses, inline: set[int]) -> list[Read]:
             for read in reads(op.result, uses, inline):
                 swapped = is_swap(op) and read.kind in ("dot_a", "dot_b")
                 kind = "index" if op.opcode == "load" and read.kind == "loop" else read.kind
-                found.append(
-                    replace(read, kind=kind, exact=read.exact and exact, transposed=read.transposed ^ swapped)
-                )
+                found.append(replace(read, kind=kind, exact=read.exact and exact, transposed=read.transposed ^ swapped))
         elif op.opcode == "load":
             found.append(Read("index", op, use.region))
         else:
