@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,9 +82,8 @@ def text_of(launch: Launch, stage: str, target: Target) -> str:
     if stage in ("triton", "tilelang"):
         return executable.lower(launch, target).text
     if stage == "placement":
-        from k3dsl.backends.tilelang.placement import explain
-
-        return explain(launch.kernel, launch.schedule, target)
+        placement = importlib.import_module("k3dsl.backends.tilelang.placement")
+        return str(placement.explain(launch.kernel, launch.schedule, target))
     if stage == "cuda":
         return executable.build(launch, target).cuda
     if (stage == "amdgcn") != (target.vendor == "amd"):

@@ -42,6 +42,7 @@ CALLS = {
     "erf": "tl.erf({})",
     "floor": "tl.floor({})",
     "ceil": "tl.ceil({})",
+    "tf32": 'tl.call_pure_extern("float32", "k3dsl::tf32", {})',
 }
 
 _APPROXIMATE = {"reciprocal": "tl.fast_rcp({})"}
@@ -74,9 +75,11 @@ def function_text(opcode: str, arg: str, dtype: DType, approx: bool) -> str:
     return template.format(arg)
 
 
-def minmax(opcode: str, dtype: DType, a: str, b: str, nan: bool = True) -> str:
-    """NaN in either operand gives NaN; `nan` False where neither can be one."""
-    plain = f"tl.{opcode}({opened(a)}, {opened(b)})"
-    if not dtype.is_float or not nan:
-        return plain
-    return f"tl.if_then_else(tl.Or({a} != {a}, {b} != {b}), {a} + {b}, {plain})"
+def minmax(opcode: str, a: str, b: str) -> str:
+    """NaN in either operand gives NaN: see prelude."""
+    return f"tl.{opcode}({opened(a)}, {opened(b)})"
+
+
+def negated(text: str) -> str:
+    """The opposite of a condition. TVM would turn a negated comparison round, which is another thing for NaN."""
+    return f"tl.cast({opened(text)}, tl.int32) == 0"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from k3dsl.backends.tilelang.access import Access
-from k3dsl.backends.tilelang.elementwise import CALLS, INFIX, cast_text, function_text, minmax, widened
+from k3dsl.backends.tilelang.elementwise import CALLS, INFIX, cast_text, function_text, minmax, negated, widened
 from k3dsl.backends.tilelang.placement import Placement
 from k3dsl.backends.tilelang.text import all_of, atom, literal, opened, scaled, tl_dtype, total
 from k3dsl.backends.tilelang.uses import unit_free
@@ -16,9 +16,10 @@ from k3dsl.ir.graph import Kernel, Op, Value
 from k3dsl.ir.opset import COMPARE
 from k3dsl.ir.types import DType, f32, i1, i32
 
-RESERVED = frozenset({"tl", "tilelang", "float", "range", *keyword.kwlist})
+RESERVED = frozenset({"tl", "tilelang", "PRELUDE", "float", "range", *keyword.kwlist})
 """Names that mean something else in a generated module. Names of parameters cannot be changed, so legality refuses them."""
 LOOP_NAMES = ("i", "j", "k", "l", "m", "n")
+"""Names of the variables of loops over elements, where they are free."""
 
 
 class Emitter:
@@ -34,6 +35,11 @@ class Emitter:
         self.allocations: list[str] = []
         self.depth = 0
         self.used: set[str] = set(RESERVED)
+        taken = {kernel.name, *(t.name for t in kernel.tensors), *(d.name for d in kernel.dims)}
+        taken.update(s.name for s in kernel.scalars)
+        self.loop_names = [n for n in (*LOOP_NAMES, *(f"{n}{k}" for k in (1, 2) for n in LOOP_NAMES)) if n not in taken]
+        self.serial_name = next(n for n in ("r", "r1", "r2", "r3") if n not in taken)
+        self.used.update(self.loop_names, [self.serial_name])
         self.text_of: dict[int, str] = {}
         self.fragments: dict[int, str] = {}
         self.shared: dict[int, str] = {}
@@ -55,7 +61,7 @@ class Emitter:
         if base[0].isdigit() or base == "_":
             base = f"{fallback}_{base}"
         name, k = base, 1
-        while name in self.used or name in LOOP_NAMES:
+        while name in self.used:
             name, k = f"{base}_{k}", k + 1
         self.used.add(name)
         return name
@@ -79,9 +85,9 @@ class Emitter:
         """
         axes = [a for a in (order or range(len(shape))) if shape[a] != 1]
         at = ["0"] * len(shape)
-        for name, axis in zip(LOOP_NAMES, axes, strict=False):
+        for name, axis in zip(self.loop_names, axes, strict=False):
             at[axis] = name
-        names = [at[a] for a in axes] or ["i"]
+        names = [at[a] for a in axes] or [self.loop_names[0]]
         extents = [str(self.placement.extent(shape[a])) for a in axes] or ["1"]
         self.line(f"for {', '.join(names)} in tl.Parallel({', '.join(extents)}):", loc)
         self.loop_variables += names
@@ -212,17 +218,20 @@ class Emitter:
         if code in CALLS:
             text = function_text(code, args[0], computed, bool(op.attrs.get("approx")))
         elif code in ("min", "max"):
-            text = minmax(code, computed, args[0], args[1], nan=not any(_number(o) for o in op.operands))
+            text = minmax(code, args[0], args[1])
         elif code == "neg":
             text = f"-{args[0]}"
         elif code == "abs":
             text = f"tl.abs({opened(args[0])})"
         elif code == "not":
-            text = f"tl.Not({opened(args[0])})" if dtype.is_bool else f"~{args[0]}"
+            text = negated(args[0]) if dtype.is_bool else f"~{args[0]}"
         elif code in ("and", "or") and dtype.is_bool:
             text = f"tl.{'And' if code == 'and' else 'Or'}({opened(args[0])}, {opened(args[1])})"
         elif code == "xor" and dtype.is_bool:
             text = f"tl.cast({opened(args[0])}, tl.int32) != tl.cast({opened(args[1])}, tl.int32)"
+        elif code in ("eq", "ne") and dtype.is_float and args[0] == args[1]:  # TVM would know the answer
+            text = f"tl.isnan({opened(args[0])})"
+            text = text if code == "ne" else negated(text)
         elif code in COMPARE and dtype == i1:
             text = f"tl.cast({opened(args[0])}, tl.int32) {INFIX[code]} tl.cast({opened(args[1])}, tl.int32)"
         elif code in INFIX:
@@ -232,10 +241,6 @@ class Emitter:
         if wide and code not in COMPARE:
             return f"tl.cast({text}, {tl_dtype(dtype)})"
         return text
-
-
-def _number(v: Value) -> bool:
-    return False
 
 
 def regrouped(outer: tuple[int, ...], inner: tuple[int, ...], at: list[str]) -> list[str]:

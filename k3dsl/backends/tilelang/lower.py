@@ -5,6 +5,7 @@ from __future__ import annotations
 from k3dsl.backends.base import Arg, Source
 from k3dsl.backends.tilelang.placement import Placement
 from k3dsl.backends.tilelang.printer import Printer
+from k3dsl.backends.tilelang.rounding import round_operands
 from k3dsl.backends.tilelang.schedule import TileLangSchedule
 from k3dsl.ir.copying import copy_kernel
 from k3dsl.ir.graph import Kernel
@@ -39,7 +40,7 @@ def arguments(kernel: Kernel) -> tuple[Arg, ...]:
 
 def prepared(kernel: Kernel) -> Kernel:
     """The kernel as placement and printer see it; the given one stays as it is."""
-    return simplify(expand_inverses(copy_kernel(kernel)))
+    return round_operands(simplify(expand_inverses(copy_kernel(kernel))))
 
 
 def lower(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> Source:

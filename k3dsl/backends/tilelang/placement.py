@@ -130,7 +130,8 @@ class Placement:
 
     def _scalar(self, op: Op) -> Home:
         if op.opcode in ("reduce", "argmax", "argmin"):
-            return Home("both", "one number for the whole program")
+            one = op.opcode == "reduce" and op.attrs.get("kind") not in (None, "prod")
+            return Home("both" if one else "shared", "one number for the whole program")
         return Home("scalar")
 
     def _carry(self, v: Value) -> Home:
@@ -211,6 +212,8 @@ class Placement:
         return Home("fragment", "read by several loops")
 
     def _reduced(self, op: Op, v: Value, found: list[Read]) -> Home:
+        if op.opcode != "reduce" or op.attrs.get("kind") in (None, "prod"):
+            return Home("shared", "reduced one element after the other")
         source = op.operands[0]
         last = max((k for k, n in enumerate(source.shape) if n != 1), default=0)
         if len(unit_free(v.shape)) < 2 and op.attrs["axis"] != last and len(unit_free(source.shape)) > 1:
@@ -239,9 +242,7 @@ class Placement:
         op = v.op
         if op is None:
             carry = self.uses.carry.get(id(v))
-            if carry is None:
-                return False
-            return True
+            return carry is not None
         if op.opcode in ("reduce", "argmax", "argmin", "loop"):
             return True
         return any(self._row_made(o) for o in op.operands if o.shape)
@@ -251,7 +252,7 @@ class Placement:
         op = v.op
         if op is None or not v.shape:
             return 0
-        if id(v) in self.home and not self.home[id(v)].kind == "inline":
+        if id(v) in self.home and self.home[id(v)].kind != "inline":
             return 0
         if op.opcode == "load":
             return 0 if self._load_is_kept(op, v) else 8
@@ -317,9 +318,9 @@ class Placement:
             if op.opcode == "dot" and len(op.operands) == 3:
                 acc = op.operands[2]
                 only = self.uses.uses(acc)
-                if len(only) == 1 and acc.op is not None and acc.op.opcode == "dot":
-                    if self.uses.home[id(acc.op)] is region:
-                        self.owner[id(op.result)] = acc
+                chained = len(only) == 1 and acc.op is not None and acc.op.opcode == "dot"
+                if chained and acc.op is not None and self.uses.home[id(acc.op)] is region:
+                    self.owner[id(op.result)] = acc
             if op.opcode in ("reduce", "scan"):
                 continue
             for inner in op.regions:
@@ -329,17 +330,15 @@ class Placement:
 
     def _share_carries(self, loop: Op) -> None:
         body = loop.regions[0]
-        for k, (arg, new, init, result) in enumerate(
-            zip(body.args[1:], body.yields, loop.operands[2:], loop.results, strict=True)
-        ):
+        for arg, new, init, result in zip(body.args[1:], body.yields, loop.operands[2:], loop.results, strict=True):
             if not arg.shape:
                 continue
             self.owner[id(result)] = arg
             op = init.op
             reused = op is not None and op.opcode in ("loop", "dot") and len(self.reads(init)) == 1
-            if reused and len(self.uses.uses(init)) == 1 and self.home[id(arg)].kind == self.home[id(init)].kind:
-                if self.uses.region_of[id(init)] is self.uses.home[id(loop)]:
-                    self.owner[id(arg)] = init
+            reused = reused and len(self.uses.uses(init)) == 1 and self.home[id(arg)].kind == self.home[id(init)].kind
+            if reused and self.uses.region_of[id(init)] is self.uses.home[id(loop)]:
+                self.owner[id(arg)] = init
             first = self._first_of_chain(new, body)
             if first is not None and self._old_is_done(arg, first, body):
                 self.owner[id(self.buffer_root(new))] = arg

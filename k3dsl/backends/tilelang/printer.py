@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from k3dsl.backends.tilelang.access import Access, shape_text, strides_text
+from k3dsl.backends.tilelang.prelude import prelude
 from k3dsl.backends.tilelang.products import ProductPrinter
 from k3dsl.backends.tilelang.text import all_of, atom, dim_text, literal, opened, tl_dtype, total
 from k3dsl.backends.tilelang.uses import SHAPE_OPS
@@ -35,13 +38,18 @@ class Printer(ProductPrinter):
         self._signature(name)
         threads = self.schedule.threads
         grid = ", ".join(dim_text(e) for e in kernel.grid)
-        self.line(f"with tl.Kernel({grid}, threads={threads}) as ({', '.join(self.programs)},):")
+        before = prelude(kernel)
+        extra = ", prelude=PRELUDE" if before else ""
+        self.line(f"with tl.Kernel({grid}, threads={threads}{extra}) as ({', '.join(self.programs)},):")
         self.depth += 1
         self._annotations()
         for text in self.allocations:
             self.line(text)
         text = "\n".join([*self.lines, *body]) if body else "\n".join([*self.lines, "            pass"])
-        return f'"""{header}"""\n\nimport tilelang.language as tl\n\n\n{text}\n\n    return {name}\n'
+        head = f'"""{header}"""\n\nimport tilelang.language as tl\n'
+        if before:
+            head += f'\nPRELUDE = r"""{before}\n"""\n'
+        return f"{head}\n\n{text}\n\n    return {name}\n"
 
     def _signature(self, name: str) -> None:
         kernel = self.kernel
@@ -95,7 +103,7 @@ class Printer(ProductPrinter):
             return
         self.keep(op, v, lambda at: self.computed(op, at))
 
-    def keep(self, op: Op, v: Value, text) -> None:  # type: ignore[no-untyped-def]
+    def keep(self, op: Op, v: Value, text: Callable[[list[str]], str]) -> None:
         """Writes every element of v into its buffer or buffers."""
         home = self.placement.of(v)
         fallback = op.opcode if op.opcode not in SHAPE_OPS else "t"
@@ -165,7 +173,12 @@ class Printer(ProductPrinter):
         name = self.fragment(v, fallback) if fragment else self.shared_tile(v, access.tensor.name)
         padded = any(self.placement.extent(n) != n for n in v.shape)
         if access.copy_reason(self.target, clipping=not fragment) is None and not padded:
-            self.line(f"tl.copy({access.block(lambda o: opened(self.scalar(o)))}, {name})", op.loc)
+            # TileLang waits for TMA where the tile is first read: in a loop or branch that may not run, never
+            own = self.placement.uses.home[id(op)]
+            late = any(r.region is not own for r in self.placement.reads(v))
+            late = late and not fragment and not any(op in ahead for ahead in self.placement.hoisted.values())
+            block = access.block(lambda o: opened(self.scalar(o)))
+            self.line(f"tl.copy({block}, {name}{', disable_tma=True' if late else ''})", op.loc)
         else:
             with self.over(v.shape, op.loc) as at:
                 self.line(f"{self.buffer_at(name, v.shape, at)} = {self._stored(v, self.loaded(op, at))}")
@@ -369,7 +382,7 @@ class Printer(ProductPrinter):
             self.text_of[id(held)] = name
             self._aside.append(held)
             return held
-        self.placement.home[id(held)] = self.placement.of(new) if False else self._fragment_home()
+        self.placement.home[id(held)] = self._fragment_home()
         self._aside.append(held)
         name = self.fragment(held, "next")
         with self.over(new.shape, op.loc) as at:

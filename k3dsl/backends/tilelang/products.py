@@ -1,14 +1,13 @@
-"""TileLang text of what mixes the elements of a tile: products, reductions and scans."""
+"""TileLang text of what mixes the elements of a tile: products and reductions."""
 
 from __future__ import annotations
 
-from k3dsl.backends.tilelang.emitter import Emitter
-from k3dsl.backends.tilelang.placement import Home
+from k3dsl.backends.tilelang.placement import Home, Placement
+from k3dsl.backends.tilelang.serial import SerialPrinter, held_as
 from k3dsl.backends.tilelang.text import literal, opened, tl_dtype
-from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel, Op, Value
 from k3dsl.ir.scalars import integer_range, uniform_constant
-from k3dsl.ir.types import DType, f32, i32
+from k3dsl.ir.types import DType
 
 REDUCED = {"sum": "total", "max": "highest", "min": "lowest", "any": "any_of", "all": "all_of", "prod": "product"}
 POLICY = {"row": "FullRow", "col": "FullCol", "square": "Square"}
@@ -25,10 +24,10 @@ def neutral(kind: str, dtype: DType) -> float | int:
     return integer_range(dtype)[0 if kind == "max" else 1]
 
 
-class ProductPrinter(Emitter):
+class ProductPrinter(SerialPrinter):
     """The part of `printer.Printer` for these ops."""
 
-    def __init__(self, kernel: Kernel, placement) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, kernel: Kernel, placement: Placement) -> None:
         super().__init__(kernel, placement)
         self._aside: list[Value] = []
 
@@ -78,10 +77,11 @@ class ProductPrinter(Emitter):
             self.line(f"tl.fill({name}, 0.0)", op.loc)
         inner = op.operands[0].shape[-1]
         with self.over(v.shape, op.loc) as at:
-            self.line(f"for r in tl.serial({inner}):")
+            r = self.serial_name
+            self.line(f"for {r} in tl.serial({inner}):")
             lead, i, j = at[:-2], at[-2], at[-1]
-            a = self.at(op.operands[0], [*lead, i, "r"])
-            b = self.at(op.operands[1], [*lead, "r", j])
+            a = self.at(op.operands[0], [*lead, i, r])
+            b = self.at(op.operands[1], [*lead, r, j])
             if op.operands[0].dtype != v.dtype:
                 a, b = (f"tl.cast({opened(t)}, {tl_dtype(v.dtype)})" for t in (a, b))
             element = self.buffer_at(name, v.shape, at)
@@ -94,10 +94,9 @@ class ProductPrinter(Emitter):
         kind, axis = op.attrs.get("kind"), op.attrs["axis"]
         source, v = op.operands[0], op.result
         if kind is None or kind == "prod":
-            raise LegalityError(f"the TileLang backend cannot reduce by {kind or 'a combine'} yet", where=op.loc)
-        dtype = (
-            i32 if source.dtype.is_bool else f32 if source.dtype.is_float and source.dtype.bits < 32 else source.dtype
-        )
+            self.serial_reduce(op)
+            return
+        dtype = held_as(source.dtype)
         kept = [k for k, n in enumerate(source.shape) if n != 1]
         name = self.fragment(v, REDUCED[kind], dtype)
         if axis in kept:
@@ -135,27 +134,6 @@ class ProductPrinter(Emitter):
                 text = f"tl.if_then_else({at[axis]} < {n}, {text}, {literal(neutral(kind, dtype), dtype)})"
             self.line(f"{self.buffer_at(name, source.shape, at)} = {text}")
         return name
-
-    # ---- scans -------------------------------------------------------------------------------------------------------
-
-    def op_scan(self, op: Op) -> None:
-        kind, axis, reverse = op.attrs.get("kind"), op.attrs["axis"], bool(op.attrs.get("reverse"))
-        source, v = op.operands[0], op.result
-        if kind != "sum":
-            raise LegalityError(f"the TileLang backend cannot scan by {kind or 'a combine'} yet", where=op.loc)
-        dtype = f32 if source.dtype.is_float and source.dtype.bits < 32 else source.dtype
-        name = self.shared_tile(v, "scan", dtype)
-        with self.over(v.shape, op.loc) as at:
-            self.line(f"{self.buffer_at(name, v.shape, at)} = {self._as(source, dtype, self.at(source, at))}")
-        n = v.shape[axis]
-        others = tuple(1 if k == axis else m for k, m in enumerate(v.shape))
-        with self.over(others) as at:
-            self.line(f"for r in tl.serial({n - 1}):")
-            here, before = (f"{n - 2} - r", f"{n - 1} - r") if reverse else ("r + 1", "r")
-            target = self.buffer_at(name, v.shape, [*at[:axis], here, *at[axis + 1 :]])
-            previous = self.buffer_at(name, v.shape, [*at[:axis], before, *at[axis + 1 :]])
-            with self.indented():
-                self.line(f"{target} = {target} + {previous}")
 
 
 __all__ = ["ProductPrinter"]

@@ -27,8 +27,8 @@ class Read:
     """One place where a value's elements are read once its inline users are folded in.
 
     kind: 'loop' (an elementwise loop), 'reduce', 'scan', 'inverse', 'store', 'index', 'yield', 'init', 'acc', 'cond',
-    'scalar', or one of BUFFER_DEMANDS. exact: element [i, j] is read where element [i, j] of the result is made. transposed: of a dot
-    operand. op: the op whose code reads it.
+    'scalar', or one of BUFFER_DEMANDS. exact: element [i, j] is read where element [i, j] of the result is made.
+    transposed: of a dot operand. op: the op whose code reads it.
     """
 
     kind: str

@@ -1,0 +1,81 @@
+"""CUDA text put before a generated kernel, where TileLang's own functions do not mean what the language says.
+
+TileLang prints maxima of floats as C's max, which passes over NaN, in elementwise code and in reductions alike. The names are
+redefined after every header that uses them, so that all of a kernel's code gets NaN where either number is NaN.
+"""
+
+from __future__ import annotations
+
+from k3dsl.ir.graph import Kernel, Op, walk
+
+_HEADERS = ("common", "reduce", "scan", "intrin", "atomic", "debug")
+
+_EXTREMA = """
+namespace k3dsl {
+template <typename T> TL_DEVICE T larger(T a, T b) { return a < b ? b : a; }
+template <typename T> TL_DEVICE T smaller(T a, T b) { return b < a ? b : a; }
+template <> TL_DEVICE float larger<float>(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+template <> TL_DEVICE float smaller<float>(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+template <> TL_DEVICE double larger<double>(double a, double b) { return a < b || b != b ? b : a; }
+template <> TL_DEVICE double smaller<double>(double a, double b) { return b < a || b != b ? b : a; }
+}  // namespace k3dsl
+template <> TL_DEVICE float tl::MaxOp::operator()<float>(float const &a, float const &b) { return k3dsl::larger(a, b); }
+template <> TL_DEVICE float tl::MinOp::operator()<float>(float const &a, float const &b) { return k3dsl::smaller(a, b); }
+template <> TL_DEVICE double tl::MaxOp::operator()<double>(double const &a, double const &b) { return k3dsl::larger(a, b); }
+template <> TL_DEVICE double tl::MinOp::operator()<double>(double const &a, double const &b) { return k3dsl::smaller(a, b); }
+#define max(a, b) k3dsl::larger(a, b)
+#define min(a, b) k3dsl::smaller(a, b)
+"""
+
+_EXP2 = """
+namespace k3dsl {
+TL_DEVICE float exp2(float x) {  // one instruction; results below the normal range are 0
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+}  // namespace k3dsl
+#define exp2f(x) k3dsl::exp2(x)
+"""
+
+_TF32 = """
+namespace k3dsl {
+TL_DEVICE float tf32(float x) {  // rounded to nearest; matrix instructions would cut the bits off
+  unsigned r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return __uint_as_float(r);
+}
+}  // namespace k3dsl
+"""
+
+
+def prelude(kernel: Kernel) -> str:
+    """What the kernel needs of it, or ''."""
+    parts: list[str] = []
+    ops = list(walk(kernel.body))
+    if any(_is_extremum(op) for op in ops):
+        parts.append(_EXTREMA)
+    if any(op.opcode in ("exp2", "sigmoid") for op in ops):
+        parts.append(_EXP2)
+    if any(op.opcode == "tf32" for op in ops):
+        parts.append(_TF32)
+    if not parts:
+        return ""
+    return "".join(f"#include <tl_templates/cuda/{name}.h>\n" for name in _HEADERS) + "".join(parts).rstrip()
+
+
+def _is_extremum(op: Op) -> bool:
+    """True for a maximum or minimum of floats, also inside another op's combine."""
+    if op.opcode in ("min", "max", "softplus") or (
+        op.opcode in ("reduce", "scan") and op.attrs.get("kind") in ("min", "max")
+    ):
+        return any(v.dtype.is_float for v in op.operands)
+    return False
