@@ -61,7 +61,7 @@ def launch_of(
 
     triton, tilelang: the default fields of each backend; None derives TileLang's from Triton's. Fields that go by label,
     such as stages, are replaced label by label. The caller's field `backend` moves this launch to another backend that
-    generates code; on the CPU it means nothing.
+    generates code; on the CPU it means nothing. Pipeline depths that the caller leaves open may shrink to fit a target.
     """
     given = dict((schedules or {}).get(label, {}))
     own = given.pop("backend", backend)
@@ -72,7 +72,14 @@ def launch_of(
     for name, value in given.items():
         if isinstance(value, Mapping):
             given[name] = {**default.get(name, {}), **value}
-    return Launch(label, kernel, own, backends.schedule_from_json(own, {**default, **given}))
+    chosen = backends.schedule_from_json(own, {**default, **given})
+    smaller: list[Any] = []
+    stages = default.get("stages", {})
+    if own == "triton" and "stages" not in given:
+        for depth in range(max(stages.values(), default=1) - 1, 0, -1):
+            fewer = {name: min(n, depth) for name, n in stages.items()}
+            smaller.append(backends.schedule_from_json(own, {**default, **given, "stages": fewer}))
+    return Launch(label, kernel, own, chosen, smaller=tuple(smaller))
 
 
 def tilelang_defaults(triton: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,8 +81,9 @@ def text_of(launch: Launch, stage: str, target: Target) -> str:
     if stage in ("triton", "tilelang"):
         return executable.lower(launch, target).text
     if stage == "placement":
-        placement = importlib.import_module("k3dsl.backends.tilelang.placement")
-        return str(placement.explain(launch.kernel, launch.schedule, target))
+        from k3dsl.backends.tilelang.explain import explain
+
+        return explain(launch.kernel, launch.schedule, target)
     if stage == "cuda":
         return executable.build(launch, target).cuda
     if (stage == "amdgcn") != (target.vendor == "amd"):

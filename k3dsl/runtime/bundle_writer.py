@@ -47,7 +47,7 @@ def save(plan: Plan, target: Target | str, folder: str | Path) -> dict[str, Any]
     built: list[tuple[Launch, Artifact]] = []
     for launch in plan.launches:
         verify(launch.kernel)
-        built.append((launch, executable.build(launch, target)))
+        built.append(executable.fitted(launch, target))
     files: dict[str, bytes] = {}
     for launch, artifact in built:
         if launch.label in {name.rsplit(".", 1)[0] for name in files}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from k3dsl import settings
 from k3dsl.backends.base import Artifact, Source
 from k3dsl.backends.torch import dtypes as torch_dtypes
-from k3dsl.errors import ArgumentError
+from k3dsl.errors import ArgumentError, ResourceError
 from k3dsl.ir.graph import Kernel
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.runtime import backends
@@ -53,6 +53,17 @@ def build(launch: Launch, target: Target) -> Artifact:
     return _artifacts[key]
 
 
+def fitted(launch: Launch, target: Target) -> tuple[Launch, Artifact]:
+    """The launch with the first of its schedules that the target's shared memory holds, and its machine code."""
+    for schedule in (launch.schedule, *launch.smaller):
+        candidate = replace(launch, schedule=schedule)
+        try:
+            return candidate, build(candidate, target)
+        except ResourceError as error:
+            first = error if schedule is launch.schedule else first
+    raise first
+
+
 class BoundLaunch:
     """One launch made ready: how to get each argument, and what to call."""
 
@@ -71,7 +82,7 @@ class BoundLaunch:
             return
         if target is None:
             raise ArgumentError("a generated backend needs a GPU target", fix="pass target='sm_90a' or the like")
-        self.artifact = build(launch, target)
+        self.launch, self.artifact = fitted(launch, target)
         self.launcher = backends.load(self.artifact, device.index or 0)
         self.getters: list[tuple[int, str]] = []
         for arg in self.artifact.source.args:

@@ -60,7 +60,7 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
             continue
         try:
             verify(launch.kernel)
-            built.append((launch, executable.build(launch, target)))
+            built.append(executable.fitted(launch, target))
         except (VerifyError, LegalityError, ResourceError, BuildError) as error:
             refusals.append(_refusal(launch.label, error))
     return Explanation(tuple(refusals), tuple(built), plan)

@@ -28,7 +28,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. args: buffer name by kernel parameter, where they differ. schedule: as its backend defines it."""
+    """One kernel launch. args: buffer name by kernel parameter, where they differ. schedule: as its backend defines it.
+
+    smaller: schedules to take in turn where a default one needs more shared memory than the target has.
+    """
 
     label: str
     kernel: Kernel
@@ -36,6 +39,7 @@ class Launch:
     schedule: Any
     args: Mapping[str, str] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
+    smaller: tuple[Any, ...] = ()
 
     def buffer_of(self, parameter: str) -> str:
         return self.args.get(parameter, parameter)

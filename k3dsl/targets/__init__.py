@@ -40,7 +40,8 @@ class Target:
     name: how k3dsl and its users write it ('sm_90a', 'gfx942'). arch: NVIDIA's compute capability as one number (90),
     AMD's name ('gfx942'). Sizes are in bytes, registers are 32 bits wide. For AMD an SM is a compute unit, a warp a
     wavefront and shared memory the LDS. shared_per_block: the most that one program may use, which for NVIDIA needs an
-    opt-in at launch. matrix_instructions: the family expected of a large bf16 dot.
+    opt-in at launch. matrix_instructions: the family expected of a large bf16 dot. tf32: whether its matrix instructions
+    take fp32 operands rounded to tf32.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Target:
     max_threads_per_block: int
     max_threads_per_sm: int
     matrix_instructions: Literal["mma.sync", "wgmma", "tcgen05", "mfma"]
+    tf32: bool = True
     aliases: tuple[str, ...] = ()
 
     @property

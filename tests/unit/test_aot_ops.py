@@ -14,6 +14,7 @@ from k3dsl.backends.base import Artifact
 from k3dsl.backends.triton.build import build as build_source
 from k3dsl.backends.triton.lower import lower
 from k3dsl.backends.triton.schedule import TritonSchedule
+from k3dsl.errors import ResourceError
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.types import DTYPES
 from k3dsl.language import (
@@ -48,7 +49,7 @@ from k3dsl.language import (
 )
 from k3dsl.ops.registry import get_op
 from k3dsl.passes.simplify import simplify
-from k3dsl.runtime.executable import build
+from k3dsl.runtime.executable import build, fitted
 from k3dsl.targets import get_target
 
 TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_120a", "gfx942")
@@ -178,3 +179,16 @@ def bytes_of_floats(d, c, x=In("4 32"), o=Out("4 32", f8e5m2)):
 @pytest.mark.parametrize("target", ["sm_90a", "sm_120a", "gfx942"])
 def test_8_bit_floats_compile(target: str) -> None:
     compiles(simplify(bytes_of_floats.trace({}, {}, {"x": DTYPES["f8e4m3"]})), target)
+
+
+def test_a_default_pipeline_depth_shrinks_to_the_targets_shared_memory_and_a_given_one_does_not() -> None:
+    target = get_target("gfx942")
+    op = get_op("kda.forward")
+    scan = op.point({"H": 4}, {}, symbolic=True).plan("triton").launches[1]
+    launch, artifact = fitted(scan, target)
+    assert scan.schedule.stages["chunks"] == 3
+    assert launch.schedule.stages["chunks"] == 2
+    assert artifact.inspection.shared_bytes <= target.shared_per_block
+    asked = op.point({"H": 4}, {"scan.stages.chunks": 3}, symbolic=True).plan("triton").launches[1]
+    with pytest.raises(ResourceError, match="shared memory"):
+        fitted(asked, target)

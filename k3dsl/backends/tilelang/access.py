@@ -100,10 +100,11 @@ class Access:
         size = self.tensor.dtype.bytes
         return strides[-1].constant == 1 and all((s.divisor() * size) % 16 == 0 for s in strides[:-1])
 
-    def copy_reason(self, target: Target, clipping: bool) -> str | None:
+    def copy_reason(self, target: Target, clipping: bool, patched: bool = False) -> str | None:
         """Why a structured copy cannot do this access, or None.
 
-        clipping: whether the copy may run over the tensor's end, where hardware reads 0 and writes nothing.
+        clipping: whether the copy may run over the tensor's end, where hardware reads 0 and writes nothing. patched:
+        whether what it reads past the span's own end is replaced afterwards, see `past_end`.
         """
         if self.op.opcode == "atomic_add":
             return "an atomic add goes element by element"
@@ -119,25 +120,37 @@ class Access:
         for axis in self.axes:
             if not self._guarded(axis):
                 continue
-            why = self._clip_reason(axis, target)
+            why = self._clip_reason(axis, target, patched)
             if not clipping or why is not None:
                 return why or "rows past the end need a guard"
         return None
 
-    def _clip_reason(self, axis: Axis, target: Target) -> str | None:
+    def _clip_reason(self, axis: Axis, target: Target, patched: bool) -> str | None:
         """Why hardware bounds checks do not do for a span with an end."""
-        if self.op.attrs.get("other", 0.0):
+        if self.op.attrs.get("other", 0.0) and not patched:
             return "rows past the end do not read as 0"
         if target.vendor != "nvidia" or not isinstance(target.arch, int) or target.arch < 90:
             return "the target's copies have no bounds checks of their own"
         end = self.op.operands[_slot(axis.index.end)]
-        if self.analysis.affine(end) != self.tensor.shape[axis.number]:
+        if self.analysis.affine(end) != self.tensor.shape[axis.number] and not patched:
             return "the span's end is not the tensor's"
         if not self.aligned():
             return "rows of the tensor are not known to start at multiples of 16 bytes"
         if self.width() * self.tensor.dtype.bytes % 16:
             return "rows of the block are no multiple of 16 bytes"
         return None
+
+    def past_end(self, at: list[str], scalar: Callable[[Value], str]) -> list[str]:
+        """Conditions under which a copy with `patched` has read the element `at` right."""
+        guards: list[str] = []
+        for axis in self.axes:
+            if not self._guarded(axis):
+                continue
+            end = self.op.operands[_slot(axis.index.end)]
+            if self.op.attrs.get("other", 0.0) or self.analysis.affine(end) != self.tensor.shape[axis.number]:
+                position = total(scalar(self.op.operands[_slot(axis.index.start)]), self._lanes(axis, at))
+                guards.append(f"{position} < {scalar(end)}")
+        return guards
 
     def width(self) -> int:
         """Elements of the block along the tensor's last axis."""

@@ -144,6 +144,10 @@ class Emitter:
         else:
             name = self.shared[id(v)]
         text = self.buffer_at(name, v.shape, at)
+        load = v.op if v.op is not None and v.op.opcode == "load" else None
+        if load is not None and self.placement.patched(load) and not self.placement.patched_in_place(load):
+            guard = all_of(Access(load, self.kernel, self.analysis).past_end(at, self.scalar))
+            text = f"tl.if_then_else({guard}, {text}, {literal(load.attrs.get('other', 0.0), v.dtype)})"
         if v.dtype.is_bool:
             return f"{text} != 0"
         return cast_text(text, self.stored_as.get(id(v), v.dtype), v.dtype)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from k3dsl.backends.base import Arg, Source
+from k3dsl.backends.tilelang.legality import check
 from k3dsl.backends.tilelang.placement import Placement
+from k3dsl.backends.tilelang.prepare import prepared
 from k3dsl.backends.tilelang.printer import Printer
-from k3dsl.backends.tilelang.rounding import round_operands
 from k3dsl.backends.tilelang.schedule import TileLangSchedule
-from k3dsl.ir.copying import copy_kernel
+from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.ir.symbols import INT32_MAX
-from k3dsl.passes.inverse import expand_inverses
-from k3dsl.passes.simplify import simplify
 from k3dsl.targets import Target
 
 POINTER_ALIGNMENT = 16
@@ -38,16 +37,17 @@ def arguments(kernel: Kernel) -> tuple[Arg, ...]:
     return tuple(args)
 
 
-def prepared(kernel: Kernel) -> Kernel:
-    """The kernel as placement and printer see it; the given one stays as it is."""
-    return round_operands(simplify(expand_inverses(copy_kernel(kernel))))
-
-
 def lower(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> Source:
     """Prints a kernel as a TileLang module.
 
     Raises LegalityError with every reason when the kernel, schedule and target do not go together.
     """
+    reasons = check(kernel, schedule, target)
+    if reasons:
+        raise LegalityError(
+            f"{kernel.name} cannot be lowered to TileLang for {target.name}: " + "; ".join(map(str, reasons)),
+            where=reasons[0].where,
+        )
     identity = kernel_hash(kernel)
     expanded = prepared(kernel)
     printer = Printer(expanded, Placement(expanded, schedule, target))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from k3dsl.backends.tilelang.access import Access
 from k3dsl.backends.tilelang.dots import DotPlan, operand, plan_dots
+from k3dsl.backends.tilelang.pipelines import depths
 from k3dsl.backends.tilelang.schedule import TileLangSchedule
 from k3dsl.backends.tilelang.text import pow2
 from k3dsl.backends.tilelang.uses import BUFFER_DEMANDS, SHAPE_OPS, Read, Uses, reads, unit_free
@@ -55,6 +56,7 @@ class Placement:
         self.inline: set[int] = set()
         self.dots: dict[int, DotPlan] = plan_dots(kernel, schedule, target)
         self.pad = _padding(kernel, schedule)
+        self.depth, self.split = depths(kernel, schedule, target, self.analysis)
         self.hoisted: dict[int, list[Op]] = {}
         self.owner: dict[int, Value] = {}
         self._anchored: dict[int, bool] = {}
@@ -76,15 +78,8 @@ class Placement:
         return self.pad.get(n, n)
 
     def stages(self, loop: Op) -> int:
-        """Pipeline depth of a loop; a loop known to run once is not pipelined."""
-        label = loop.attrs.get("label")
-        depth = self.schedule.stages.get(label, 1) if label else 1
-        if depth > 1 and not loop.attrs.get("reverse"):
-            trips = self.analysis.affine(loop.operands[1]) - self.analysis.affine(loop.operands[0])
-            if trips.constant is not None and trips.constant <= loop.attrs.get("step", 1):
-                return 1
-            return depth
-        return 1
+        """Pipeline depth of a loop."""
+        return self.depth[id(loop)]
 
     def anchored(self, v: Value) -> bool:
         """True when the value is laid out like a matrix product's accumulator."""
@@ -195,7 +190,8 @@ class Placement:
 
     def _load(self, op: Op, v: Value, region: Region, found: list[Read]) -> Home:
         access = Access(op, self.kernel, self.analysis)
-        ahead = self._pipelined(region) and access.copy_reason(self.target, clipping=True) is None
+        patched = self.split is not None and region is self.split.regions[0]
+        ahead = self._pipelined(region) and access.copy_reason(self.target, clipping=True, patched=patched) is None
         if any(r.kind in BUFFER_DEMANDS for r in found):
             return Home("shared", "operand of a product")
         written = access.tensor.role != "in"
@@ -287,6 +283,22 @@ class Placement:
         if self.kernel.tensor(op.attrs["tensor"]).role != "in":
             return False
         return all(self._known_at_start(v, body) for v in op.operands)
+
+    def runs_ahead(self, op: Op) -> bool:
+        """True for a load that a pipeline runs ahead."""
+        return any(op is o for loads in self.hoisted.values() for o in loads)
+
+    def patched(self, op: Op) -> bool:
+        """True for a load that runs ahead and may read past its span's end, which is to be made good."""
+        if not self.runs_ahead(op) or self.split is None or self.uses.home[id(op)] is not self.split.regions[0]:
+            return False
+        access = Access(op, self.kernel, self.analysis)
+        copied = access.copy_reason(self.target, clipping=True, patched=True) is None
+        return copied and access.copy_reason(self.target, clipping=True) is not None
+
+    def patched_in_place(self, op: Op) -> bool:
+        """True when a patched load's tile itself must hold the right numbers: a product reads it."""
+        return self.patched(op) and any(r.kind in BUFFER_DEMANDS for r in self.reads(op.result))
 
     def _known_at_start(self, v: Value, body: Region) -> bool:
         if self.uses.region_of.get(id(v)) is not body:

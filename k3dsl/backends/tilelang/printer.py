@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from k3dsl.backends.tilelang.access import Access, shape_text, strides_text
+from k3dsl.backends.tilelang.elementwise import negated
 from k3dsl.backends.tilelang.prelude import prelude
 from k3dsl.backends.tilelang.products import ProductPrinter
 from k3dsl.backends.tilelang.text import all_of, atom, dim_text, literal, opened, tl_dtype, total
@@ -172,11 +173,12 @@ class Printer(ProductPrinter):
         fragment = home.fragment
         name = self.fragment(v, fallback) if fragment else self.shared_tile(v, access.tensor.name)
         padded = any(self.placement.extent(n) != n for n in v.shape)
-        if access.copy_reason(self.target, clipping=not fragment) is None and not padded:
+        patched = self.placement.patched(op)
+        if access.copy_reason(self.target, clipping=not fragment, patched=patched) is None and not padded:
             # TileLang waits for TMA where the tile is first read: in a loop or branch that may not run, never
             own = self.placement.uses.home[id(op)]
             late = any(r.region is not own for r in self.placement.reads(v))
-            late = late and not fragment and not any(op in ahead for ahead in self.placement.hoisted.values())
+            late = late and not fragment and not self.placement.runs_ahead(op)
             block = access.block(lambda o: opened(self.scalar(o)))
             self.line(f"tl.copy({block}, {name}{', disable_tma=True' if late else ''})", op.loc)
         else:
@@ -294,7 +296,20 @@ class Printer(ProductPrinter):
         group = self.name("_step")
         self.line(f"for {group} in tl.serial(1):")
         with self.indented():
+            for o in ahead:
+                if self.placement.patched_in_place(o):
+                    self._patch(o)
             self._body(op, body, {id(o) for o in ahead} | done)
+
+    def _patch(self, op: Op) -> None:
+        """Rows past the span's end, which the copy has read from what follows, get what they should read as."""
+        v = op.result
+        access = Access(op, self.kernel, self.analysis)
+        other = literal(op.attrs.get("other", 0.0), v.dtype)
+        with self.over(v.shape, op.loc) as at:
+            self.line(f"if {negated(all_of(access.past_end(at, self.scalar)))}:")
+            with self.indented():
+                self.line(f"{self.buffer_at(self.shared[id(v)], v.shape, at)} = {other}")
 
     def _scalars_before(self, v: Value, body: Region, done: set[int]) -> None:
         """Gives the scalars that v is computed from their texts."""
