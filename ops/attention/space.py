@@ -41,9 +41,16 @@ def plan(
     }
     dtypes = {"q": io, "k": io, "v": io, "o": io, "lse": f32 if options["lse"] else None}
     default = {"num_warps": knobs["num_warps"], "stages": {"keys": knobs["stages"], "edge": knobs["stages"]}}
+    own = tilelang_schedule(knobs)
     return common.one_launch(
-        "attention", kernels.attention, dims, knobs, variant, dtypes, backend, schedules, strides, default
+        "attention", kernels.attention, dims, knobs, variant, dtypes, backend, schedules, strides, default, own
     )
+
+
+def tilelang_schedule(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """A warp group for every 64 queries, so that a row's softmax stays in one of them. Only the long loop is pipelined."""
+    threads = min(512, max(128, 2 * knobs["block_q"]))
+    return {"threads": threads, "stages": {"keys": knobs["stages"], "edge": 1}}
 
 
 def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:

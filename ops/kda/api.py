@@ -366,54 +366,36 @@ def kda(
 
 # Defined by schema: torch.library.custom_op costs some 80 us a call for an op that mutates an argument.
 _library = torch.library.Library("k3dsl", "FRAGMENT")
-_library.define(
-    "kda_decode_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? state_indices, "
-    "Tensor? A_log, Tensor? dt_bias, float? scale, bool l2norm, bool use_gate, bool beta_sigmoid, bool neg_eigval, "
-    "float? lower_bound, bool v_first) -> Tensor"
+_DECODE_REST = (
+    "Tensor? state_indices, Tensor? A_log, Tensor? dt_bias, float? scale, bool l2norm, bool use_gate, bool beta_sigmoid, "
+    "bool neg_eigval, float? lower_bound, bool v_first"
 )
+_TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
+_library.define(f"kda_decode_({_TOKENS}, Tensor(a!) state, {_DECODE_REST}) -> Tensor")
+_library.define(f"kda_decode({_TOKENS}, Tensor state, {_DECODE_REST}) -> (Tensor, Tensor)")
 
 
-def _kda_decode_in_place(*arguments: Any) -> torch.Tensor:
+def _decode_in_place(*arguments: Any) -> torch.Tensor:
     return _run_decode(*arguments, in_place=True)["o"]
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("kda_decode_", _kda_decode_in_place, _key)
-
-
-@torch.library.custom_op("k3dsl::kda_decode", mutates_args=())
-def _kda_decode_new(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    scale: float | None,
-    l2norm: bool,
-    use_gate: bool,
-    beta_sigmoid: bool,
-    neg_eigval: bool,
-    lower_bound: float | None,
-    v_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = _run_decode(
-        q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
-        lower_bound, v_first, in_place=False,
-    )  # fmt: skip
+def _decode_new(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out = _run_decode(*arguments, in_place=False)
     return out["o"], out["new_state"]
 
 
+for _key in ("CPU", "CUDA"):
+    _library.impl("kda_decode_", _decode_in_place, _key)
+    _library.impl("kda_decode", _decode_new, _key)
+
+
 @torch.library.register_fake("k3dsl::kda_decode_")
-def _(q, k, v, *rest):
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@_kda_decode_new.register_fake
-def _(q, k, v, g, beta, state, *rest):
+@torch.library.register_fake("k3dsl::kda_decode")
+def _(q, k, v, g, beta, state, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(v, memory_format=torch.contiguous_format), state.new_empty((q.shape[0], *state.shape[1:]))
 
 
@@ -517,7 +499,7 @@ def kda_decode(
         state_v_first=state_v_first,
         check_values=not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor),
     )
-    call = torch.ops.k3dsl.kda_decode_ if in_place else _kda_decode_new
+    call = torch.ops.k3dsl.kda_decode_ if in_place else torch.ops.k3dsl.kda_decode
     out = call(
         q,
         k,

@@ -27,8 +27,10 @@ def plan(
     io = options["dtype"]
     dtypes = {"values": io, "cu_seqlens": options["cu_dtype"], "out": options["out_dtype"] or io}
     default = {"num_warps": knobs["num_warps"], "stages": {"rows": knobs["stages"]}}
+    # many small programs hide the memory's latency better than a warp group that copies for one large one
+    own = {"threads": max(128, 32 * knobs["num_warps"]), "stages": {"rows": 1}}
     return common.one_launch(
-        "segment_sum", kernels.segment_sum, dims, knobs, options, dtypes, backend, schedules, strides, default
+        "segment_sum", kernels.segment_sum, dims, knobs, options, dtypes, backend, schedules, strides, default, own
     )
 
 

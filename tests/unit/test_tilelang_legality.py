@@ -101,7 +101,8 @@ SQUARE = {"M": 1024, "N": 1024, "K": 1024}
 
 
 def test_a_target_that_tilelang_has_no_code_for_is_refused():
-    assert the_reason("target", matmul, SQUARE, "gfx942", stages={"nothing": 2}).startswith("the TileLang backend generates no code for gfx942")  # fmt: skip
+    text = the_reason("target", matmul, SQUARE, "gfx942", stages={"nothing": 2})
+    assert text == "the TileLang backend generates no code for gfx942; use Triton"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_wgmma_needs_whole_groups_of_64_rows(unchecked):
         unchecked(product(96, 64), threads=128)
 
 
-@pytest.mark.parametrize(("m", "n", "threads", "share"), [(64, 24, 128, 24), (64, 48, 256, 24), (128, 96, 512, 24)])
+@pytest.mark.parametrize(("m", "n", "threads", "share"), [(64, 24, 128, 24), (64, 48, 256, 24), (256, 32, 512, 8)])
 def test_each_warp_group_needs_16_columns_of_a_row_major_operand(m, n, threads, share, unchecked):
     text = the_reason("dot_n", product(m, n), threads=threads, policy={"d0": "col"})
     assert f"gets {share} columns of a row-major operand; wgmma reads it in groups of 16" in text
@@ -291,7 +292,7 @@ def test_an_atomic_add_that_cuda_does_not_have_is_refused(dtype):
 def test_every_reason_is_given_at_once():
     found = reasons(matmul, SQUARE, threads=1024, stages={"k": 8})
     assert [r.code for r in found] == ["threads", "shared_memory"]
-    with pytest.raises(LegalityError, match="exceed the 1024 of a program.*; .*bytes of shared memory"):
+    with pytest.raises(LegalityError, match=r"exceed the 1024 of a program.*; .*bytes of shared memory"):
         printed(matmul, SQUARE, threads=1024, stages={"k": 8})
 
 

@@ -50,37 +50,17 @@ def operand(v: Value) -> tuple[Value, bool]:
 
 def partition(m: int, n: int, warps: int, policy: str, wgmma: bool) -> tuple[int, int] | None:
     """(warps along M, warps along N) as TileLang divides a product, or None where it has no way."""
-    if wgmma:
-        if warps % 4 or m % 64:
-            return None
-        groups = warps // 4
-        if policy == "row":
-            rows = min(groups, m // 64)
-            while groups % rows or (m // 64) % rows:
-                rows -= 1
-        elif policy == "col":
-            rows = 1
-        else:
-            fits = [
-                r for r in range(1, groups + 1) if groups % r == 0 and (m // 64) % r == 0 and n % (groups // r) == 0
-            ]
-            rows = min(fits, key=lambda r: abs(m / r - n / (groups / r)), default=1)
-        cols = groups // rows
-        if n % (8 * cols):
-            return None
-        return 4 * rows, cols
-    best: tuple[int, int] | None = None
-    for rows in range(1, warps + 1):
-        if warps % rows or m % (16 * rows) or n % (8 * (warps // rows)):
-            continue
-        cols = warps // rows
-        if (
-            best is None
-            or policy == "row"
-            or (policy == "square" and abs(m / rows - n / cols) < abs(m / best[0] - n / best[1]))
-        ):
-            best = rows, cols
-    return best
+    group = 4 if wgmma else 1
+    fits = [
+        (rows, warps // rows)
+        for rows in range(group, warps + 1, group)
+        if warps % rows == 0 and m % (16 * rows) == 0 and n % (8 * (warps // rows)) == 0
+    ]
+    if not fits or policy == "col":
+        return fits[0] if fits else None
+    if policy == "row":
+        return fits[-1]
+    return min(fits, key=lambda f: abs((m / (16 * f[0])) / (n / (8 * f[1])) - m / n))
 
 
 def plan_dots(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> dict[int, DotPlan]:

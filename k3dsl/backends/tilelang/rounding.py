@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from k3dsl.backends.tilelang.uses import is_swap
 from k3dsl.ir.graph import Kernel, Op, Region, Value
-from k3dsl.ir.types import f32
+from k3dsl.ir.types import bf16, f16, f32
 
 
 def round_operands(kernel: Kernel) -> Kernel:
@@ -30,8 +30,13 @@ def _rounded(v: Value, loc: str | None, out: list[Op], rounded: dict[int, Value]
     if known is not None:
         return known
     source = v.op
+    if source is not None and source.opcode == "cast" and source.operands[0].dtype in (bf16, f16):
+        return v  # a tf32 number already
     if source is not None and is_swap(source):
-        op = Op("permute", [_rounded(source.operands[0], loc, out, rounded)], [v.type], dict(source.attrs), loc=loc)
+        inner = _rounded(source.operands[0], loc, out, rounded)
+        if inner is source.operands[0]:
+            return v
+        op = Op("permute", [inner], [v.type], dict(source.attrs), loc=loc)
     else:
         op = Op("tf32", [v], [v.type], loc=loc)
     op.result.name = v.name
