@@ -67,8 +67,9 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
 
 
 def legality(launch: Launch, target: Target) -> list[Reason]:
-    """What the launch's backend cannot lower."""
-    return backends.legality(launch.backend, launch.kernel, launch.schedule, target)
+    """What the launch's backend cannot lower, with any of the launch's schedules."""
+    found = [backends.legality(launch.backend, launch.kernel, s, target) for s in (launch.schedule, *launch.smaller)]
+    return found[0] if all(found) else []
 
 
 def _refusal(launch: str | None, error: K3Error) -> Refusal:

@@ -159,6 +159,13 @@ class Access:
             n *= extent
         return n
 
+    def vectors(self) -> bool:
+        """True when every row of the block is a number of whole 16 bytes at multiples of 16 bytes."""
+        index, size = self.axes[-1].index, self.tensor.dtype.bytes
+        if not self.aligned() or self.axes[-1].rank == 0 or self.width() * size % 16:
+            return False
+        return index.start is None or self.analysis.proved_divisor(self.op.operands[index.start]) * size % 16 == 0
+
     def uses_tma(self, target: Target) -> bool:
         """True when a structured copy to or from a shared tile is one for the tensor memory accelerator."""
         if target.vendor != "nvidia" or not isinstance(target.arch, int) or target.arch < 90 or not self.aligned():

@@ -223,8 +223,8 @@ class Emitter:
             text = function_text(code, args[0], computed, bool(op.attrs.get("approx")))
         elif code in ("min", "max"):
             text = minmax(code, args[0], args[1])
-        elif code == "neg":
-            text = f"-{args[0]}"
+        elif code == "neg":  # TVM multiplies by -1, which an unsigned dtype does not have
+            text = f"{literal(0, computed)} - {args[0]}" if dtype.kind == "uint" else f"-{args[0]}"
         elif code == "abs":
             text = f"tl.abs({opened(args[0])})"
         elif code == "not":

@@ -21,9 +21,17 @@ def depths(
     split: Op | None = None
     for loop, holders in _loops(kernel.body, []):
         depth = schedule.stages.get(loop.attrs.get("label") or "", 1)
-        trips = analysis.affine(loop.operands[1]) - analysis.affine(loop.operands[0])
+        start = analysis.affine(loop.operands[0])
+        trips = analysis.affine(loop.operands[1]) - start
         once = trips.constant is not None and trips.constant <= 1
-        plain = depth == 1 or once or bool(loop.attrs.get("reverse")) or loop.attrs.get("step", 1) > 1
+        # slots and barrier phases go by the loop's index, as if it started at 0
+        plain = (
+            depth == 1
+            or once
+            or start.constant != 0
+            or bool(loop.attrs.get("reverse"))
+            or loop.attrs.get("step", 1) > 1
+        )
         if plain or split is not None or not all(_closed(holder) for holder in holders):
             found[id(loop)] = 1
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from k3dsl.ir.graph import Kernel, Op, walk
 
-_HEADERS = ("common", "reduce", "scan", "intrin", "atomic", "debug")
+_HEADERS = ("common", "reduce", "scan", "intrin", "atomic", "debug", "instruction/mma")
 
 _EXTREMA = """
 namespace k3dsl {
@@ -27,12 +27,24 @@ template <> TL_DEVICE float smaller<float>(float a, float b) {
 template <> TL_DEVICE double larger<double>(double a, double b) { return a < b || b != b ? b : a; }
 template <> TL_DEVICE double smaller<double>(double a, double b) { return b < a || b != b ? b : a; }
 }  // namespace k3dsl
+namespace tl {
+template <typename T> TL_DEVICE T larger2(T a, T b) { return max2(a, b); }
+template <typename T> TL_DEVICE T smaller2(T a, T b) { return min2(a, b); }
+template <> TL_DEVICE float2 larger2<float2>(float2 a, float2 b) {
+  return make_float2(k3dsl::larger(a.x, b.x), k3dsl::larger(a.y, b.y));
+}
+template <> TL_DEVICE float2 smaller2<float2>(float2 a, float2 b) {
+  return make_float2(k3dsl::smaller(a.x, b.x), k3dsl::smaller(a.y, b.y));
+}
+}  // namespace tl
 template <> TL_DEVICE float tl::MaxOp::operator()<float>(float const &a, float const &b) { return k3dsl::larger(a, b); }
 template <> TL_DEVICE float tl::MinOp::operator()<float>(float const &a, float const &b) { return k3dsl::smaller(a, b); }
 template <> TL_DEVICE double tl::MaxOp::operator()<double>(double const &a, double const &b) { return k3dsl::larger(a, b); }
 template <> TL_DEVICE double tl::MinOp::operator()<double>(double const &a, double const &b) { return k3dsl::smaller(a, b); }
 #define max(a, b) k3dsl::larger(a, b)
 #define min(a, b) k3dsl::smaller(a, b)
+#define max2(a, b) larger2(a, b)
+#define min2(a, b) smaller2(a, b)
 """
 
 _EXP2 = """
@@ -69,7 +81,8 @@ def prelude(kernel: Kernel) -> str:
         parts.append(_TF32)
     if not parts:
         return ""
-    return "".join(f"#include <tl_templates/cuda/{name}.h>\n" for name in _HEADERS) + "".join(parts).rstrip()
+    headers = [f"tl_templates/cuda/{name}.h" for name in _HEADERS] + ["utility", "cuda/std/utility", "cuda/std/limits"]
+    return "".join(f"#include <{name}>\n" for name in headers) + "".join(parts).rstrip()
 
 
 def _is_extremum(op: Op) -> bool:

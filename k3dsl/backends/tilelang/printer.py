@@ -180,7 +180,10 @@ class Printer(ProductPrinter):
             late = any(r.region is not own for r in self.placement.reads(v))
             late = late and not fragment and not self.placement.runs_ahead(op)
             block = access.block(lambda o: opened(self.scalar(o)))
-            self.line(f"tl.copy({block}, {name}{', disable_tma=True' if late else ''})", op.loc)
+            options = ", disable_tma=True" if late else ""
+            if late and access.vectors():  # all threads of the program copy, and their number is no power of two
+                options += f", coalesced_width={16 // v.dtype.bytes}"
+            self.line(f"tl.copy({block}, {name}{options})", op.loc)
         else:
             with self.over(v.shape, op.loc) as at:
                 self.line(f"{self.buffer_at(name, v.shape, at)} = {self._stored(v, self.loaded(op, at))}")

@@ -1,0 +1,171 @@
+"""Every kernel of every op lowers to TileLang, and TileLang to CUDA source with its check for data races on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tilelang")
+
+from tilelang_text import cuda, printed
+
+from k3dsl.backends.base import Source
+from k3dsl.errors import ResourceError
+from k3dsl.language import In, InOut, Kernel, Out, Sym, bf16, cdiv, f32, i32, kernel, loop, program_id, span, u8, zeros
+from k3dsl.ops.registry import get_op, op_names
+from k3dsl.runtime.executable import lower
+from k3dsl.targets import get_target
+
+OTHER: dict[str, Mapping[str, Any]] = {
+    "matmul": {"matmul.threads": 128, "matmul.stages.k": 4, "matmul.swizzle": 8},
+    "softmax": {"softmax.threads": 128},
+    "rmsnorm": {"rmsnorm.threads": 128},
+    "attention": {"attention.threads": 128, "attention.stages.keys": 1, "attention.stages.edge": 1},
+    "segment_sum": {"segment_sum.threads": 256, "segment_sum.stages.rows": 3},
+    "kda.forward": {"block_v": 128, "scan.threads": 256, "scan.stages.chunks": 2, "prep.threads": 256},
+    "kda.decode": {"decode.threads": 256},
+}
+"""A second schedule of each op."""
+WGMMA = ("matmul", "attention", "scan")
+SLOW = ("prep", "rescan", "attention")
+
+
+@functools.cache
+def sources(op: str, second: bool, target: str = "sm_90a") -> dict[str, Source]:
+    """By kernel, with pipelines that the target's shared memory allows."""
+    plan = get_op(op).point({}, OTHER[op] if second else {}, symbolic=True).plan("tilelang")
+    found: dict[str, Source] = {}
+    for launch in plan.launches:
+        shallow = replace(launch.schedule, stages=dict.fromkeys(launch.schedule.stages, 2))
+        for schedule in (launch.schedule, *launch.smaller, shallow):
+            with contextlib.suppress(ResourceError):
+                found[launch.label] = lower(replace(launch, schedule=schedule), get_target(target))
+                break
+    return found
+
+
+def kernels() -> list[Any]:
+    """(op, kernel) of the registry."""
+    labels = [(name, label) for name in op_names() for label in get_op(name).launches]
+    return [pytest.param(name, label, id=f"{name}-{label}") for name, label in labels]
+
+
+def compiled(op: str, label: str, second: bool, target: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """The CUDA source; TileLang must not have reported a race on the way."""
+    generated = cuda(sources(op, second, target)[label], target)
+    assert "race" not in capfd.readouterr().err
+    return generated
+
+
+def test_there_is_a_second_schedule_of_every_op():
+    assert set(OTHER) == set(op_names())
+
+
+@pytest.mark.parametrize(("op", "label"), kernels())
+def test_every_kernel_compiles_with_its_own_schedule(op, label, capfd):
+    generated = compiled(op, label, False, "sm_90a", capfd)
+    assert f"{label}_kernel" in generated
+    assert ("wgmma_ss<" in generated or "wgmma_rs<" in generated) == (label in WGMMA)
+    if label in WGMMA:
+        assert "mma_sync<" not in generated
+
+
+@pytest.mark.parametrize(
+    ("op", "label"),
+    [pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[1] in SLOW else ()) for p in kernels()],
+)
+def test_every_kernel_compiles_with_another_schedule(op, label, capfd):
+    text = sources(op, True)[label].text
+    assert text != sources(op, False)[label].text or label == "rescan"
+    generated = compiled(op, label, True, "sm_90a", capfd)
+    assert ("wgmma_ss<" in generated or "wgmma_rs<" in generated) == (label in WGMMA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize(("op", "label"), kernels())
+def test_every_kernel_compiles_for_every_target(op, label, target, capfd):
+    assert f"{label}_kernel" in compiled(op, label, False, target, capfd)
+
+
+# ---- guards ----------------------------------------------------------------------------------------------------------
+
+
+@kernel(grid=lambda d, c: (cdiv(d.R, 4),))
+def scaled_rows(d, c, x=In("R 64", f32), o=Out("R 64", f32)):
+    rows = span(program_id(0) * 4, 4, end=d.R)
+    o[rows, :] = x[rows, :] * 2.0
+
+
+def body(k: Kernel, dims: Mapping[str, Any], **schedule: Any) -> str:
+    return printed(k, dims, **schedule).text.split("with tl.Kernel")[1]
+
+
+def test_a_ragged_edge_keeps_its_guards_on_reads_and_writes():
+    text = body(scaled_rows, {"R": Sym("R")})
+    assert "rows_start = program_0 * 4" in text
+    assert "if rows_start + i < R:" in text
+    assert "tl.if_then_else(rows_start + i < R, x[rows_start + i, j], tl.float32(0.0))" in text
+
+
+def test_an_edge_that_cannot_be_crossed_has_no_guard():
+    text = body(scaled_rows, {"R": Sym("R", divisible_by=4)})
+    assert "if_then_else" not in text
+    assert "if " not in text
+
+
+def test_a_masked_read_gives_what_it_says_and_not_zero():
+    @kernel(grid=lambda d, c: (cdiv(d.N, 64),))
+    def k(d, c, x=In("N", f32), o=Out("1", f32)):
+        o[0] = x.load(span(program_id(0) * 64, 64, end=d.N), other=float("-inf")).max(0)
+
+    text = body(k, {"N": Sym("N", divisible_by=4)})
+    assert re.search(r"tl\.if_then_else\(.* < N, x\[.*\], \(-tl\.infinity\(tl\.float32\)\)\)", text)
+    assert "tl.copy(x[" not in text
+
+
+@pytest.mark.parametrize(
+    ("target", "divisor", "copied"),
+    [("sm_90a", 8, True), ("sm_80", 8, False), ("sm_90a", 1, False)],
+)
+def test_only_a_copy_whose_bounds_hardware_checks_may_go_over_the_edge(target, divisor, copied):
+    @kernel(grid=lambda d, c: (cdiv(d.M, 64),))
+    def k(d, c, x=In("M N", bf16), o=Out("M 1", bf16)):
+        rows = span(program_id(0) * 64, 64, end=d.M)
+
+        @loop(cdiv(d.N, 64), init=zeros((64, 1)), label="cols")
+        def total(i, s):
+            return s + x[rows, span(i * 64, 64, end=d.N)].to(f32).sum(1, keepdim=True)
+
+        o[rows, :] = total.to(bf16)
+
+    dims = {"M": Sym("M"), "N": Sym("N", divisible_by=divisor, min=1)}
+    text = body(k, dims, target=target, stages={"cols": 2})
+    assert ("tl.copy(x[" in text) == copied
+    assert ("tl.if_then_else(" in text) == (not copied)
+
+
+def test_a_scatter_is_taken_at_its_word_that_no_element_is_written_twice():
+    @kernel(grid=lambda d, c: (1,))
+    def k(d, c, ids=In("16", i32), x=In("16 64", f32), o=InOut("50 64", f32)):
+        o[ids[:], :] = x[:, :]
+
+    source = printed(k)
+    assert source.options["pass_configs"]["tl.disable_data_race_check"] is True
+    assert "o[ids[i], j] = x[i, j]" in source.text
+    assert cuda(source)
+
+
+def test_the_negative_of_an_unsigned_number_wraps_around():
+    @kernel(grid=lambda d, c: (1,))
+    def k(d, c, x=In("64", u8), o=Out("64", u8)):
+        o[:] = -x[:]
+
+    assert "o[i] = tl.uint8(0) - x[i]" in printed(k).text
+    assert cuda(printed(k))
