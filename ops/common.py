@@ -13,6 +13,7 @@ import torch
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.graph import walk
 from k3dsl.ir.symbols import INT32_MAX, Sym
 from k3dsl.ir.types import DType
 from k3dsl.ir.verifier import verify
@@ -68,14 +69,17 @@ def launch_of(
     if backend == "torch":
         return Launch(label, kernel, backend, None)
     backends.check_generating(own)
-    default = triton if own == "triton" else tilelang_defaults(triton) if tilelang is None else tilelang
+    default = dict(triton if own == "triton" else tilelang_defaults(triton) if tilelang is None else tilelang)
+    # a loop that these dims leave out takes its default depth with it
+    labels = {op.attrs.get("label") for op in walk(kernel.body) if op.opcode == "loop"}
+    default["stages"] = {name: n for name, n in default.get("stages", {}).items() if name in labels}
     for name, value in given.items():
         if isinstance(value, Mapping):
             given[name] = {**default.get(name, {}), **value}
     chosen = backends.schedule_from_json(own, {**default, **given})
     smaller: list[Any] = []
-    stages = default.get("stages", {})
-    if own == "triton" and "stages" not in given:
+    stages = default["stages"]
+    if "stages" not in given:
         for depth in range(max(stages.values(), default=1) - 1, 0, -1):
             fewer = {name: min(n, depth) for name, n in stages.items()}
             smaller.append(backends.schedule_from_json(own, {**default, **given, "stages": fewer}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,13 +55,14 @@ def build(launch: Launch, target: Target) -> Artifact:
 
 def fitted(launch: Launch, target: Target) -> tuple[Launch, Artifact]:
     """The launch with the first of its schedules that the target's shared memory holds, and its machine code."""
-    for schedule in (launch.schedule, *launch.smaller):
-        candidate = replace(launch, schedule=schedule)
-        try:
-            return candidate, build(candidate, target)
-        except ResourceError as error:
-            first = error if schedule is launch.schedule else first
-    raise first
+    try:
+        return launch, build(launch, target)
+    except ResourceError:
+        for schedule in launch.smaller:
+            candidate = replace(launch, schedule=schedule)
+            with suppress(ResourceError):
+                return candidate, build(candidate, target)
+        raise
 
 
 class BoundLaunch:

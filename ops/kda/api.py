@@ -390,12 +390,12 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("k3dsl::kda_decode_")
-def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("k3dsl::kda_decode")
-def _(q, k, v, g, beta, state, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, g, beta, state, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format), state.new_empty((q.shape[0], *state.shape[1:]))
 
 

@@ -18,7 +18,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, precision: str, out_dtype: torch.d
     (M, K), N = a.shape, b.shape[1]
     if M * N * K == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
-    dims = {"M": (M, 128), "N": (N, 128, 16), "K": (K, 128, 64, 16)}
+    dims = {"M": (M, 128), "N": (N, 128, 16, 8), "K": (K, 128, 64, 16, 8)}
     options = {"dtype": a.dtype, "out_dtype": out_dtype, "precision": precision}
     return _call({"a": a, "b": b}, dims, options)["o"]
 

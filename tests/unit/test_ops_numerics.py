@@ -33,6 +33,17 @@ def test_no_exponential_can_overflow_and_the_ir_survives_a_round_trip(name: str,
         assert print_kernel(parse_kernel(text)) == text
 
 
+DIMS_WITHOUT_AN_EDGE = {"B": 1, "T": 64, "S": 128, "H": 2, "HK": 2, "D": 64, "V": 64}
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_defaults_name_only_loops_that_the_dims_leave_in(backend: str) -> None:
+    """Whole blocks of keys without a causal edge: the kernel has one loop, and the default schedule speaks of two."""
+    op = get_op("attention")
+    plan = op.point(DIMS_WITHOUT_AN_EDGE, {"causal": False, "block_k": 64}, symbolic=False).plan(backend)
+    assert set(plan.launches[0].schedule.stages) == {"keys"}
+
+
 @kernel(grid=lambda d, c: (1,))
 def risky(d, c, x=In("8", f32), o=Out("8", f32)):
     o[arange(8)] = exp(x[arange(8)])

@@ -11,8 +11,10 @@ import pytest
 import torch
 from tilelang_sources import ADD, add_source, dim, gemm_source
 
+import k3dsl
 from k3dsl.backends.host_call import HostCall, HostCallKernel
 from k3dsl.errors import BuildError, LaunchError, LegalityError, ResourceError
+from k3dsl.language import In, Out, arange, argmax, f32, i32, kernel, span
 from k3dsl.targets import get_target
 
 pytest.importorskip("tilelang")
@@ -313,3 +315,15 @@ def test_nothing_imports_tilelang_unless_it_is_asked_for():
         "sys.exit('tilelang' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+@kernel(grid=lambda d, c: (1,))
+def few_rows(d, c, x=In("4 64", f32), o=Out("4", i32)):
+    o[arange(4)] = argmax(x[span(0, 4), :], 1)
+
+
+def test_a_barrier_that_no_longer_separates_the_threads_is_refused() -> None:
+    """TileLang only warns of it: the race is in the kernel that it goes on to build."""
+    compiled = k3dsl.compile(few_rows, dims={}, target="sm_90a", backend="tilelang")
+    with pytest.raises(BuildError, match="the race remains"):
+        _ = compiled.artifact
