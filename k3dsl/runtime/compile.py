@@ -19,8 +19,9 @@ from k3dsl.ir.verifier import verify
 from k3dsl.passes.exponents import check_exponents
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime import backends, executable
-from k3dsl.runtime.dispatch import choose_backend, current_target
+from k3dsl.runtime.dispatch import ALIGNMENT, choose_backend, current_target
 from k3dsl.runtime.executable import BoundLaunch
+from k3dsl.runtime.extents import expression
 from k3dsl.runtime.plan import Launch
 from k3dsl.targets import Target, get_target
 
@@ -48,6 +49,7 @@ class CompiledKernel:
         self._scalars = [s.name for s in self.ir.scalars]
         self._facts = [(s.name, s.divisible_by, s.min, s.max) for s in self.ir.dims]
         self._expected = [(t.name, torch_dtypes.to_torch(t.dtype), t.rank, t.strides is None) for t in self.ir.tensors]
+        self._extents = expression(tuple(e for t in self.ir.tensors for e in (*t.shape, *(t.strides or ()))))
 
     def _where_dims_are(self) -> list[tuple[str, str, int, bool]]:
         """(dim, tensor, axis, is a stride) for every runtime dim that stands alone in a shape or a stride."""
@@ -91,10 +93,15 @@ class CompiledKernel:
             raise ArgumentError(
                 f"kernel {self.ir.name} {what}", fix=f"it takes {', '.join([*self._names, *self._scalars])}"
             )
-        device = next(iter(tensors.values())).device
+        device = self._checked_device(tensors)
+        found: tuple[int, ...] = ()
+        for name, _, _, contiguous in self._expected:
+            t = tensors[name]
+            found += tuple(t.shape) if contiguous else (*t.shape, *t.stride())
+        if found != self._extents(dims):
+            raise self._misshapen(tensors, dims)
         bound = self._bound.get(device.index or 0)
         if bound is None:
-            self._check_shapes(tensors, dims)
             bound = self._bound[device.index or 0] = BoundLaunch(self.launch, self.target, device)
         bound.run_with(tensors, dims, scalars)
 
@@ -121,14 +128,38 @@ class CompiledKernel:
             fix=f"{name} must be a multiple of {divisor} from {low} to {high}; compile for other facts",
         )
 
-    def _check_shapes(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
-        for t in self.ir.tensors:
-            want = tuple(e.evaluate(dims) for e in t.shape)
-            if tuple(tensors[t.name].shape) != want:
+    def _checked_device(self, tensors: Mapping[str, torch.Tensor]) -> torch.device:
+        """The device of all tensors; generated code runs on a GPU and counts on 16-byte alignment."""
+        device = next(iter(tensors.values())).device
+        if self.target is not None and device.type == "cpu":
+            raise ArgumentError(
+                f"kernel {self.ir.name} is compiled for {self.target.name}, its tensors are on the CPU",
+                fix="move them to the GPU, or compile with target='cpu'",
+            )
+        for name, t in tensors.items():
+            if t.device != device:
                 raise ArgumentError(
-                    f"kernel {self.ir.name}: {t.name} has shape {list(tensors[t.name].shape)}, needs {list(want)}",
-                    fix=f"declared as [{', '.join(map(str, t.shape))}]",
+                    f"kernel {self.ir.name}: {name} is on {t.device}, {self._names[0]} is on {device}",
+                    fix="put all tensors on one device",
                 )
+            if self.target is not None and t.data_ptr() % ALIGNMENT:
+                raise ArgumentError(
+                    f"kernel {self.ir.name}: {name} does not start at a multiple of {ALIGNMENT} bytes",
+                    fix=f"pass {name}.clone()",
+                )
+        return device
+
+    def _misshapen(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> ArgumentError:
+        for t in self.ir.tensors:
+            given = tensors[t.name]
+            for what, got, exprs in (("shape", given.shape, t.shape), ("strides", given.stride(), t.strides or ())):
+                want = [e.evaluate(dims) for e in exprs]
+                if want and list(got) != want:
+                    return ArgumentError(
+                        f"kernel {self.ir.name}: {t.name} has {what} {list(got)}, needs {want}",
+                        fix=f"declared as [{', '.join(map(str, exprs))}]",
+                    )
+        raise AssertionError("every extent fits")
 
 
 def compile(

@@ -1,0 +1,90 @@
+"""k3dsl.compile and the kernel that it returns: what a call checks, each time, and how it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import k3dsl
+from k3dsl.errors import ArgumentError, UnknownNameError
+from k3dsl.language import In, Out, Scalar, Sym, TensorSpec, cdiv, f32, kernel, program_id, span
+
+
+@kernel(grid=lambda d, c: (cdiv(d.T, 16),))
+def scale(d, c, x=In("T D", f32), factor=Scalar(f32), o=Out("T D", f32)):
+    rows = span(program_id(0) * 16, 16, end=d.T)
+    o[rows] = x[rows] * factor
+
+
+def compiled(target: str = "cpu", **dims):
+    return k3dsl.compile(scale, dims={"T": Sym("T", divisible_by=2, min=2, max=64), "D": 8, **dims}, target=target)
+
+
+def tensors(t: int = 4, d: int = 8):
+    return {"x": torch.ones(t, d), "o": torch.empty(t, d), "factor": 3.0}
+
+
+def test_a_call_reads_dims_off_the_shapes_and_takes_scalars():
+    run = compiled()
+    for t in (4, 6):
+        given = tensors(t)
+        run(**given)
+        assert torch.equal(given["o"], torch.full((t, 8), 3.0))
+
+
+WRONG = [
+    ({"x": None}, "tensor 'x' is missing", "pass x=..."),
+    ({"x": torch.ones(4, 8).double()}, "x is torch.float64, compiled for torch.float32", r"x.to\(torch.float32\)"),
+    ({"x": torch.ones(4)}, "x has 1 axes, compiled for 2", "reshape it"),
+    ({"x": torch.ones(8, 4).T}, "x has strides", r"x.contiguous\(\)"),
+    ({"o": torch.empty(6, 8)}, r"o has shape \[6, 8\], needs \[4, 8\]", r"declared as \[T, 8\]"),
+    ({"x": torch.ones(4, 9), "o": torch.empty(4, 9)}, r"x has shape \[4, 9\], needs \[4, 8\]", "declared as"),
+    ({"factor": None}, "needs factor", "it takes x, o, factor"),
+    ({"y": 1}, "does not take y", "it takes x, o, factor"),
+    ({"x": torch.ones(5, 8), "o": torch.empty(5, 8)}, "T = 5 breaks a fact", "a multiple of 2 from 2 to 64"),
+    ({"x": torch.ones(66, 8), "o": torch.empty(66, 8)}, "T = 66 breaks a fact", "a multiple of 2 from 2 to 64"),
+    ({"x": torch.ones(4, 8, device="meta")}, "is on cpu, x is on meta", "one device"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason", "fix"), WRONG)
+def test_a_wrong_call_names_the_argument_the_reason_and_the_remedy(change, reason, fix):
+    run = compiled()
+    run(**tensors())  # what an earlier call passed does not excuse a later one
+    given = {n: v for n, v in {**tensors(), **change}.items() if v is not None}
+    with pytest.raises(ArgumentError, match=reason) as error:
+        run(**given)
+    assert error.match(fix)
+
+
+def test_strides_that_were_compiled_in_are_checked_at_each_call():
+    spec = TensorSpec(f32, (16, 1))
+    run = k3dsl.compile(scale, dims={"T": 4, "D": 8}, tensors={"x": spec}, target="cpu")
+    wide = torch.arange(64.0).reshape(4, 16)
+    o = torch.empty(4, 8)
+    run(x=wide[:, :8], o=o, factor=1.0)
+    assert torch.equal(o, wide[:, :8])
+    with pytest.raises(ArgumentError, match=r"x has strides \[8, 1\], needs \[16, 1\]"):
+        run(x=torch.ones(4, 8), o=o, factor=1.0)
+
+
+def test_generated_code_refuses_cpu_tensors():
+    with pytest.raises(ArgumentError, match="compiled for sm_90a, its tensors are on the CPU"):
+        compiled("sm_90a")(**tensors())
+
+
+@pytest.mark.gpu
+def test_generated_code_refuses_tensors_that_are_not_aligned():
+    given = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in tensors().items()}
+    shifted = torch.ones(4 * 8 + 1, device="cuda")[1:].view(4, 8)
+    with pytest.raises(ArgumentError, match="x does not start at a multiple of 16 bytes"):
+        k3dsl.compile(scale, dims={"T": 4, "D": 8})(**{**given, "x": shifted})
+
+
+def test_unknown_names_have_near_misses():
+    with pytest.raises(UnknownNameError, match="did you mean x"):
+        k3dsl.compile(scale, dims={"T": 4, "D": 8}, tensors={"xx": f32}, target="cpu")
+    with pytest.raises(ArgumentError, match="is no dtype"):
+        k3dsl.compile(scale, dims={"T": 4, "D": 8}, tensors={"x": "float"}, target="cpu")
+    with pytest.raises(UnknownNameError, match="sm_90a"):
+        k3dsl.compile(scale, dims={"T": 4, "D": 8}, target="sm_9")
