@@ -12,7 +12,7 @@ import torch
 from k3dsl import settings
 from k3dsl.backends.base import Artifact, Source
 from k3dsl.backends.torch import dtypes as torch_dtypes
-from k3dsl.errors import ArgumentError, ResourceError
+from k3dsl.errors import ArgumentError, LaunchError, ResourceError
 from k3dsl.ir.graph import Kernel
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.runtime import backends
@@ -20,6 +20,9 @@ from k3dsl.runtime.backends import BACKENDS as BACKENDS
 from k3dsl.runtime.extents import expression
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target, get_target
+
+MAX_GRID_YZ = 65535
+"""Programs along a grid's second and third axis; generated code counts on it where it computes offsets in 32 bits."""
 
 _artifacts: dict[tuple[str, str, str, str], Artifact] = {}
 
@@ -113,6 +116,12 @@ class BoundLaunch:
     ) -> None:
         args = [tensors[n] if kind == 0 else dims[n] if kind == 1 else scalars[n] for kind, n in self.getters]
         x, y, z = (*self.grid(dims), 1, 1)[:3]
+        if y > MAX_GRID_YZ or z > MAX_GRID_YZ:
+            raise LaunchError(
+                f"kernel {self.kernel.name}: a grid of {x} x {y} x {z} programs; the second and third axis have at most "
+                f"{MAX_GRID_YZ}",
+                fix="split the call (a sequence: carry its state), or use larger tiles",
+            )
         self.launcher((x, y, z), args)
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import k3dsl
-from k3dsl.errors import ArgumentError, UnknownNameError
+from k3dsl.errors import ArgumentError, LaunchError, UnknownNameError
 from k3dsl.language import In, Out, Scalar, Sym, TensorSpec, cdiv, f32, kernel, program_id, span
+from k3dsl.runtime.executable import BoundLaunch
+from k3dsl.targets import get_target
 
 
 @kernel(grid=lambda d, c: (cdiv(d.T, 16),))
@@ -88,3 +90,18 @@ def test_unknown_names_have_near_misses():
         k3dsl.compile(scale, dims={"T": 4, "D": 8}, tensors={"x": "float"}, target="cpu")
     with pytest.raises(UnknownNameError, match="sm_90a"):
         k3dsl.compile(scale, dims={"T": 4, "D": 8}, target="sm_9")
+
+
+@kernel(grid=lambda d, c: (1, d.T))
+def one_program_a_row(d, c, x=In("T D", f32), o=Out("T D", f32)):
+    o[program_id(1)] = x[program_id(1)]
+
+
+def test_a_grid_that_no_gpu_takes_is_refused_before_the_launch(monkeypatch):
+    """Offsets are computed in 32 bits on the strength of this limit."""
+    plan = k3dsl.compile(one_program_a_row, dims={"T": Sym("T"), "D": 8}, target="sm_90a").launch
+    monkeypatch.setattr("k3dsl.runtime.backends.load", lambda artifact, device: None)
+    bound = BoundLaunch(plan, get_target("sm_90a"), torch.device("cpu"))
+    tall = torch.empty(65536, 8)
+    with pytest.raises(LaunchError, match="1 x 65536 x 1 programs"):
+        bound.run({"x": tall, "o": tall}, {"T": 65536})
