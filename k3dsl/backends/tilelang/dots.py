@@ -99,7 +99,8 @@ def _form(op: Op, policy: str, schedule: TileLangSchedule, target: Target) -> tu
         elif m % 64:
             why = f"wgmma needs M to be a multiple of 64, it is {m}"
         elif n % 16:
-            why = f"wgmma needs N to be a multiple of 16, it is {n}"
+            # here TileLang picks wgmma or mma.sync by B's orientation, with other warps: neither is planned for
+            return "fma", f"wgmma needs N to be a multiple of 16, it is {n}", plain, policy
         else:
             for p in dict.fromkeys((policy, "square", "col", "row")):
                 found = partition(m, n, warps, p, wgmma=True)
