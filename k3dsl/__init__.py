@@ -1,7 +1,7 @@
 """A tile language and kernel compiler for the operators of the Kimi K3 network.
 
 compile(kernel, ...) compiles a kernel of the language (k3dsl.language) for a target; load(folder) opens a bundle that
-`k3dsl compile` wrote; k3dsl.ops holds the operators as torch functions.
+`k3dsl compile` wrote; lock() forbids compiling from then on; k3dsl.ops holds the operators as torch functions.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from k3dsl.runtime.bundle import load
     from k3dsl.runtime.compile import compile
+    from k3dsl.runtime.lock import lock
 
-__all__ = ["__version__", "compile", "load"]
+__all__ = ["__version__", "compile", "load", "lock"]
 
-_WHERE = {"compile": "k3dsl.runtime.compile", "load": "k3dsl.runtime.bundle"}
+_WHERE = {
+    "compile": "k3dsl.runtime.compile",
+    "load": "k3dsl.runtime.bundle",
+    "lock": "k3dsl.runtime.lock",
+}
 
 
 def __getattr__(name: str) -> Any:

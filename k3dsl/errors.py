@@ -63,3 +63,15 @@ class NumericsWarning(UserWarning):
 
 class BundleError(K3Error):
     """A bundle on disk is missing, malformed or does not fit this machine."""
+
+
+class PackError(K3Error):
+    """A pack of tuned settings is missing or malformed."""
+
+
+class LockedError(K3Error):
+    """Something would have been compiled or tuned after k3dsl.lock()."""
+
+
+class CacheWarning(UserWarning):
+    """A file of tuned settings that cannot be used, and is ignored."""

@@ -74,6 +74,15 @@ def _folder(text: str) -> Path:
     return path.absolute()
 
 
+def _pack(text: str) -> Path | str:
+    if text.lower() in ("auto", "off"):
+        return text.lower()
+    path = Path(text).expanduser()
+    if path.is_dir():
+        raise ValueError("auto, off, or a pack's file")
+    return path.absolute()
+
+
 _BACKENDS = ("auto", "torch", "triton", "tilelang")
 
 CACHE_DIR: Setting[Path] = Setting(
@@ -108,7 +117,15 @@ DUMP: Setting[Path | None] = Setting(
     doc="A folder that every generated source is also written to. Unset: none is.",
 )
 
-_REGISTRY: dict[str, Setting[Any]] = {setting.name: setting for setting in (CACHE_DIR, BACKEND, CHECK, DUMP)}
+PACK: Setting[Path | str] = Setting(
+    name="K3DSL_PACK",
+    type="auto | off | file",
+    default=lambda: "auto",
+    parse=_pack,
+    doc="Tuned settings that ops pick up. auto: this machine's winners, then the pack of its GPU. off: none of either.",
+)
+
+_REGISTRY: dict[str, Setting[Any]] = {setting.name: setting for setting in (CACHE_DIR, BACKEND, CHECK, DUMP, PACK)}
 
 
 def all() -> tuple[Setting[Any], ...]:

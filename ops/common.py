@@ -20,7 +20,7 @@ from k3dsl.ir.verifier import verify
 from k3dsl.language import Kernel, TensorSpec
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime import backends
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, choose_backend, strides_of
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, provide, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import Op, forced_for
 from k3dsl.runtime.plan import Launch, Plan, buffers_of
@@ -29,6 +29,7 @@ Settings = Mapping[str, Any]
 Schedules = Mapping[str, Mapping[str, Any]] | None
 Strides = Mapping[str, tuple[int | Sym, ...]] | None
 NARROW = 1 << 22
+provide("k3dsl.autotune.lookup:knobs_for")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -153,7 +154,7 @@ class Caller:
         device = next(iter(held.values())).device
         strides, values = strides_of(held)
         find = self._code if forced_for(self.op.plan) is not None else self._remembered
-        run = find(tuple(dims.items()), tuple(options.items()), tuple(strides.items()), device, choose_backend(device))
+        run = find(tuple(dims.items()), tuple(options.items()), tuple(strides.items()), device, wanted_backend(device))
         return run(held, {**{n: x if isinstance(x, int) else x[0] for n, x in dims.items()}, **values})
 
     def _code(
@@ -165,9 +166,9 @@ class Caller:
         backend: str,
     ) -> Executable:
         chosen = self.op.resolve_options({n: from_torch(x) if isinstance(x, torch.dtype) else x for n, x in options})
-        knobs = self.op.default_knobs(chosen, {n: x if isinstance(x, int) else x[0] for n, x in dims})
+        numbers = {n: x if isinstance(x, int) else x[0] for n, x in dims}
         known = {n: x if isinstance(x, int) else size_class(n, *x) for n, x in dims}
-        return self._dispatch(known, knobs, chosen, dict(strides), device, backend=backend)
+        return self._dispatch.pick(Problem(self.op, chosen, numbers, known, dict(strides), device, backend))[0]
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------

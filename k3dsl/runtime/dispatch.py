@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from k3dsl import settings
-from k3dsl.errors import ArgumentError
+from k3dsl.errors import ArgumentError, BuildError, LegalityError, ResourceError
 from k3dsl.ir.symbols import Sym
 from k3dsl.runtime.executable import Executable
-from k3dsl.runtime.op import Point, forced_for
+from k3dsl.runtime.op import Op, Point, forced_for, forced_key
 from k3dsl.runtime.plan import Plan
 from k3dsl.targets import Target, detect
 
+log = logging.getLogger("k3dsl.autotune")
 NARROW = 1 << 24
 ALIGNMENT = 16
 
@@ -79,12 +83,64 @@ def using_backend(backend: str | None) -> Iterator[None]:
         _wanted.reset(token)
 
 
-def choose_backend(device: torch.device) -> str:
-    """torch on the CPU; on a GPU what `using_backend`, then K3DSL_BACKEND says, Triton by default."""
+def wanted_backend(device: torch.device) -> str:
+    """torch on the CPU; on a GPU what `using_backend`, then K3DSL_BACKEND says: 'auto' leaves it to what was tuned."""
     wanted = _wanted.get() or str(settings.get("K3DSL_BACKEND"))
-    if device.type == "cpu":
-        return "torch"
+    return "torch" if device.type == "cpu" else wanted
+
+
+def choose_backend(device: torch.device) -> str:
+    """As `wanted_backend`, with Triton for 'auto'."""
+    wanted = wanted_backend(device)
     return "triton" if wanted == "auto" else wanted
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One kind of call, for which an op's settings are chosen.
+
+    dims: numbers, as many as are known; of a runtime dim one that stands for its size class. known: the dims that the
+    plan takes. wanted: a backend, or 'auto'.
+    """
+
+    op: Op
+    options: Mapping[str, Any]
+    dims: Mapping[str, int]
+    known: Mapping[str, Any]
+    strides: Mapping[str, tuple[int | Sym, ...]]
+    device: torch.device
+    wanted: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a call runs: knobs, schedule fields by launch, and the backend of the launches that those do not name."""
+
+    knobs: Mapping[str, Any]
+    schedules: Mapping[str, Mapping[str, Any]] | None
+    backend: str
+
+
+Provider = Callable[[Problem], "Choice | None"]
+_provider: str | Provider | None = None
+
+
+def provide(provider: str | Provider | None) -> None:
+    """Sets who knows tuned settings: a function, or 'module:function', imported when it is first needed."""
+    global _provider
+    _provider = provider
+
+
+def tuned(problem: Problem) -> Choice | None:
+    """What was tuned for such a call; None for nothing, and while settings are forced on the op."""
+    global _provider
+    if _provider is None or forced_key(problem.op) is not None:
+        return None
+    if isinstance(_provider, str):
+        module, name = _provider.split(":")
+        _provider = getattr(importlib.import_module(module), name)
+    assert callable(_provider)
+    return _provider(problem)
 
 
 class Dispatcher:
@@ -93,6 +149,29 @@ class Dispatcher:
     def __init__(self, plan: Callable[..., Plan]) -> None:
         self._plan = plan
         self._known: dict[Any, Executable] = {}
+
+    def pick(self, problem: Problem) -> tuple[Executable, Mapping[str, Any]]:
+        """The code for such a call with tuned settings if there are any, else the op's defaults; and the knobs it has."""
+        choice = tuned(problem)
+        how = problem.known, problem.options, problem.strides, problem.device
+        if choice is not None:
+            try:
+                return self._with(choice, *how), choice.knobs
+            except (LegalityError, ResourceError, BuildError) as error:
+                log.warning("%s: tuned settings do not build here, its default is used: %s", problem.op.name, error)
+        backend = "triton" if problem.wanted == "auto" else problem.wanted
+        choice = Choice(problem.op.default_knobs(problem.options, problem.dims), None, backend)
+        return self._with(choice, *how), choice.knobs
+
+    def _with(
+        self,
+        choice: Choice,
+        dims: Mapping[str, Any],
+        options: Mapping[str, Any],
+        strides: Mapping[str, tuple[int | Sym, ...]],
+        device: torch.device,
+    ) -> Executable:
+        return self(dims, choice.knobs, options, strides, device, choice.schedules, choice.backend)
 
     def __call__(
         self,

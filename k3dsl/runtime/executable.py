@@ -15,7 +15,7 @@ from k3dsl.backends.torch import dtypes as torch_dtypes
 from k3dsl.errors import ArgumentError, LaunchError, ResourceError
 from k3dsl.ir.graph import Kernel
 from k3dsl.ir.identity import kernel_hash
-from k3dsl.runtime import backends
+from k3dsl.runtime import backends, lock
 from k3dsl.runtime.backends import BACKENDS as BACKENDS
 from k3dsl.runtime.extents import expression
 from k3dsl.runtime.plan import Launch, Plan
@@ -49,9 +49,13 @@ def _dumped(source: Source, target: Target) -> Source:
 
 
 def build(launch: Launch, target: Target) -> Artifact:
-    """The machine code of one launch; built once a process for equal kernels, schedules and targets."""
+    """The machine code of one launch; built once a process for equal kernels, schedules and targets.
+
+    Raises LockedError for one that was not built before k3dsl.lock().
+    """
     key = (launch.backend, kernel_hash(launch.kernel), repr(launch.schedule), target.name)
     if key not in _artifacts:
+        lock.check(f"compiling kernel {launch.kernel.name} for {target.name}", launch.kernel.name)
         _artifacts[key] = backends.build(lower(launch, target), target)
     return _artifacts[key]
 
@@ -159,7 +163,8 @@ class Executable:
         self.plan = plan
         self.device = torch.device(device)
         self.target = get_target(target) if isinstance(target, str) else target
-        self.launches = [BoundLaunch(launch, self.target, self.device) for launch in plan.launches]
+        with lock.about(plan.op, plan.dims):
+            self.launches = [BoundLaunch(launch, self.target, self.device) for launch in plan.launches]
         self.symbols = list(plan.symbols().values())
         self.made = [
             (b.name, expression(b.shape), torch_dtypes.to_torch(b.dtype))

@@ -71,6 +71,7 @@ class Op:
     the others. schedules: {launch label: {field: value}} over the op's defaults.
     prepare_dims(dims, options) -> the dims that `plan` takes, where some follow from others.
     constraints(dims, knobs, options) -> why a point of the space is refused.
+    canonical(options) -> the options with those that mean nothing beside the others set to one value: equal for equal work.
     heuristic(options, dims) -> knobs that differ from their defaults for a shape.
 
     How an op is judged and timed: inputs(dims, options, device, seed) -> keyword arguments of `call`; cases(size) -> the
@@ -97,6 +98,7 @@ class Op:
     limits: Callable[[Mapping[str, Any]], dict[str, float]] | None = None
     constraints: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], list[str]] | None = None
     traffic_bytes: Callable[[Plan, Mapping[str, int]], dict[str, int]] | None = None
+    canonical: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
     prepare_dims: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     cpu_dims: Mapping[str, int] = field(default_factory=dict)
@@ -219,6 +221,16 @@ def forced(op: Op, knobs: Mapping[str, Any], schedules: Mapping[str, Mapping[str
         yield
         return
     token = _forced.set({**_forced.get(), op.name: Forced(op, knobs, schedules)})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextmanager
+def defaults_only(op: Op) -> Iterator[None]:
+    """While active, the op runs with its own defaults: neither what is forced on it nor what was tuned counts."""
+    token = _forced.set({**_forced.get(), op.name: Forced(op, {}, {})})
     try:
         yield
     finally:

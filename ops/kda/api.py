@@ -15,7 +15,7 @@ from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked
 from k3dsl.ops.kda.space import DECODE, FORWARD
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, aligned, choose_backend, strides_of
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, aligned, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import forced_key
 
@@ -93,8 +93,10 @@ def _forward_code(
     offsets: torch.dtype | None,
     single: int,
     divisor: int,
+    tokens: int,
+    sequences: int,
 ) -> tuple[Executable, int]:
-    """The compiled plan for a kind of call, and its chunk length."""
+    """The compiled plan for a kind of call, and its chunk length. tokens, sequences: numbers for their size classes."""
     options = FORWARD.resolve_options(
         {
             **call.options(),
@@ -105,14 +107,16 @@ def _forward_code(
             "cu_dtype": None if offsets is None else from_torch(offsets),
         }
     )
-    knobs = FORWARD.default_knobs(options, {"H": call.H, "V": call.V})
+    numbers = {"H": call.H, "HK": call.HK, "K": call.K, "V": call.V, "T": tokens, "N": sequences}
     dims = call.dims()
     if offsets is None:
         batch = 1 if single else Sym("B", min=1, max=65535)
         dims |= {"T": Sym("T", divisible_by=divisor, min=1), "B": batch, "N": batch}
     else:
         dims |= {"T": Sym("T", min=1), "B": 1, "N": Sym("N", min=1), "chunks": Sym("chunks", min=1)}
-    return _forward(dims, knobs, options, dict(call.strides), call.device, backend=call.backend), knobs["chunk"]
+    numbers["B"] = sequences if offsets is None else 1
+    code, knobs = _forward.pick(Problem(FORWARD, options, numbers, dims, dict(call.strides), call.device, call.backend))
+    return code, knobs["chunk"]
 
 
 @lru_cache(maxsize=4096)
@@ -120,9 +124,9 @@ def _decode_code(call: Call, state: torch.dtype, indexed: bool, in_place: bool, 
     options = DECODE.resolve_options(
         {**call.options(), "state": from_torch(state), "indexed": indexed, "in_place": in_place}
     )
-    knobs = DECODE.default_knobs(options, {"B": batch, "H": call.H, "V": call.V})
+    numbers = {"H": call.H, "HK": call.HK, "K": call.K, "V": call.V, "B": batch}
     dims = {**call.dims(), "B": Sym("B", min=1, max=65535), "slots": Sym("slots", min=1)}
-    return _decode(dims, knobs, options, dict(call.strides), call.device, backend=call.backend)
+    return _decode.pick(Problem(DECODE, options, numbers, dims, dict(call.strides), call.device, call.backend))[0]
 
 
 def layout(tensors: dict[str, torch.Tensor]) -> tuple[tuple[tuple[str, tuple[int | Sym, ...]], ...], dict[str, int]]:
@@ -145,6 +149,12 @@ def gate_tensors(
 def _token_divisor(tokens: int) -> int:
     """64, 32 or 16 where it divides the tokens of a sequence, else 1: the facts that change the code."""
     return next((n for n in (64, 32, 16) if tokens % n == 0 and tokens > 0), 1)
+
+
+def _size(n: int) -> int:
+    """A number for the size class of n, so that few kinds of call arise: itself up to 16 and for a power of two, else one
+    near the middle between two powers of two."""
+    return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
 
 
 @torch.library.custom_op("k3dsl::kda_forward", mutates_args=())
@@ -187,7 +197,7 @@ def _kda_forward(
     gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
     executable, chunk = _forward_code(
         Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
-             lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, choose_backend(q.device),
+             lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, wanted_backend(q.device),
              forced_key(FORWARD)),
         safe_gate,
         None if initial_state is None else initial_state.dtype,
@@ -195,6 +205,8 @@ def _kda_forward(
         None if cu_seqlens is None else cu_seqlens.dtype,
         1 if B == 1 else 0,
         _token_divisor(T),
+        _size(T),
+        _size(N),
     )  # fmt: skip
     values["T"] = T
     if cu_seqlens is None:
@@ -434,7 +446,7 @@ def _run_decode(
         tensors["state_indices"] = state_indices
     executable = _decode_code(
         Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
-             lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, choose_backend(q.device),
+             lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, wanted_backend(q.device),
              forced_key(DECODE)),
         state.dtype,
         state_indices is not None,

@@ -58,6 +58,21 @@ def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
     return reasons
 
 
+def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with those that mean nothing beside the others set to one value."""
+    o = dict(options)
+    if o["gate"] == "none":
+        o |= {"A_log": False, "dt_bias": False}
+    if "safe_gate" in o:
+        o["safe_gate"] = o["safe_gate"] and o["gate"] == "none"
+    if o["gate"] != "bounded" and not o.get("safe_gate"):
+        o["lower_bound"] = None
+    o["neg_eigval"] = o["neg_eigval"] and o["beta_sigmoid"]
+    if "varlen" in o and not o["varlen"]:
+        o["cu_dtype"] = None
+    return o
+
+
 def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """Chunk 32 everywhere but in fp32, where shared memory asks for 16; V blocks as wide as keep the GPU busy."""
     knobs: dict[str, Any] = {}
@@ -109,6 +124,7 @@ FORWARD = Op(
     limits=judge.forward_limits,
     constraints=forward_constraints,
     traffic_bytes=judge.forward_traffic,
+    canonical=canonical,
     heuristic=forward_rule,
     prepare_dims=forward_dims,
     cpu_dims={"T": 1024, "H": 4},
@@ -156,6 +172,7 @@ DECODE = Op(
     limits=judge.decode_limits,
     constraints=decode_constraints,
     traffic_bytes=judge.decode_traffic,
+    canonical=canonical,
     heuristic=decode_rule,
     prepare_dims=decode_dims,
     cpu_dims={"B": 4, "H": 8},

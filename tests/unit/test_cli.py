@@ -193,7 +193,7 @@ def test_settings_reach_knobs_options_and_schedules():
 def test_help_and_version():
     assert run("--version").stdout == f"{k3dsl.__version__}\n"
     assert "Usage:" in run().stdout
-    for command in ("ops", "show", "compile", "explain", "run", "bench", "doctor", "demo"):
+    for command in ("ops", "show", "compile", "explain", "run", "bench", "tune", "doctor", "demo"):
         assert command in run("--help").stdout
         assert "--help" in run(command, "--help").stdout
 

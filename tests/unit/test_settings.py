@@ -18,7 +18,7 @@ def nothing_set(monkeypatch):
 
 def test_the_registry_lists_every_variable_with_its_meaning():
     names = [setting.name for setting in settings.all()]
-    assert names == ["K3DSL_CACHE_DIR", "K3DSL_BACKEND", "K3DSL_CHECK", "K3DSL_DUMP"]
+    assert names == ["K3DSL_CACHE_DIR", "K3DSL_BACKEND", "K3DSL_CHECK", "K3DSL_DUMP", "K3DSL_PACK"]
     assert all(setting.doc.endswith(".") and setting.type for setting in settings.all())
 
 
@@ -26,6 +26,7 @@ def test_defaults():
     assert settings.get("K3DSL_BACKEND") == "auto"
     assert settings.get("K3DSL_CHECK") is True
     assert settings.get("K3DSL_DUMP") is None
+    assert settings.get("K3DSL_PACK") == "auto"
     assert settings.get("K3DSL_CACHE_DIR").name == "k3dsl"
     assert not any(setting.is_set() for setting in settings.all())
 
@@ -68,7 +69,7 @@ def test_a_backend_is_one_of_the_choices(monkeypatch):
     assert settings.BACKEND.value() == "triton"
 
 
-@pytest.mark.parametrize("name", ["K3DSL_CACHE_DIR", "K3DSL_BACKEND", "K3DSL_CHECK", "K3DSL_DUMP"])
+@pytest.mark.parametrize("name", ["K3DSL_CACHE_DIR", "K3DSL_BACKEND", "K3DSL_CHECK", "K3DSL_DUMP", "K3DSL_PACK"])
 def test_an_empty_variable_counts_as_unset(monkeypatch, name):
     default = settings.get(name)
     monkeypatch.setenv(name, " ")

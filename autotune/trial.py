@@ -1,0 +1,76 @@
+"""What one candidate of a sweep is and how it ended. Every part of the tuner speaks in these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class End(str, Enum):
+    """How a trial ended. Only `ok` has a time that may win."""
+
+    ILLEGAL = "illegal"
+    OVER_RESOURCE = "over_resource"
+    LOWER_FAILED = "lower_failed"
+    COMPILE_FAILED = "compile_failed"
+    COMPILE_TIMEOUT = "compile_timeout"
+    WRONG = "wrong"
+    NONFINITE = "nonfinite"
+    NONDETERMINISTIC = "nondeterministic"
+    FAULTED = "faulted"
+    RUN_TIMEOUT = "run_timeout"
+    SLOW = "slow"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point to try, in plain data that travels between processes.
+
+    op: name in the registry. dims: integers. options: what is computed, as `--set` text would give it. settings: knobs and
+    schedule fields by name ('chunk', 'scan.num_warps', 'scan.stages.chunks', 'scan.backend'). backend: of the launches that
+    settings say nothing about.
+    """
+
+    op: str
+    dims: Mapping[str, int]
+    options: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    backend: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a candidate ended: why, in words a person can act on; the median time in ms and its samples; errors by output.
+
+    sources, binaries: digests of generated code by launch, by which equal candidates are known. gate: the level it passed.
+    """
+
+    end: End
+    detail: str = ""
+    time_ms: float | None = None
+    samples_ms: tuple[float, ...] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    binaries: Mapping[str, str] = field(default_factory=dict)
+    gate: str | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "end": self.end.value,
+            "detail": self.detail,
+            "time_ms": self.time_ms,
+            "samples_ms": list(self.samples_ms),
+            "errors": dict(self.errors),
+            "sources": dict(self.sources),
+            "binaries": dict(self.binaries),
+            "gate": self.gate,
+            "seconds": round(self.seconds, 3),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Outcome:
+        return Outcome(**{**data, "end": End(data["end"]), "samples_ms": tuple(data.get("samples_ms", ()))})
