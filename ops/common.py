@@ -20,7 +20,7 @@ from k3dsl.ir.verifier import verify
 from k3dsl.language import Kernel, TensorSpec
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime import backends
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, provide, strides_of, wanted_backend
+from k3dsl.runtime.dispatch import Dispatcher, Problem, aligned, provide, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import Op, forced_for
 from k3dsl.runtime.plan import Launch, Plan, buffers_of
@@ -150,7 +150,7 @@ class Caller:
         dims: an int is compiled in; a tuple (value, *divisors) is a runtime dim, see size_class. torch dtypes among the
         options become k3dsl's.
         """
-        held = {n: t.clone() if t.data_ptr() % ALIGNMENT else t for n, t in tensors.items()}
+        held = aligned(tensors)
         device = next(iter(held.values())).device
         strides, values = strides_of(held)
         find = self._code if forced_for(self.op.plan) is not None else self._remembered

@@ -87,12 +87,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Every torch.empty of the test holds NaN (or the largest integer), so that an element nobody wrote shows."""
-    import torch
+    from k3dsl.runtime.judge import poisoned
 
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
+    with poisoned():
         yield
-    finally:
-        torch.use_deterministic_algorithms(before)

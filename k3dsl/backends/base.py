@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MAX_GRID_YZ = 65535
+"""Programs along a grid's second and third axis; generated code counts on it where it computes offsets in 32 bits."""
+
 
 @dataclass(frozen=True)
 class Reason:

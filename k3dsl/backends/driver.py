@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from k3dsl.backends.base import Arg, Artifact
+from k3dsl.backends.base import MAX_GRID_YZ, Arg, Artifact
 from k3dsl.errors import LaunchError
 
 # How one value of each dtype is packed into a slot of 8 bytes, and its size. bf16 is packed from its bits.
@@ -32,7 +32,7 @@ _PACKING = {
 _ADDRESS = ("Q", 8)
 _TENSOR_MAP = ("128s", 128)
 _SLOT = 8
-_MAX_GRID = (2**31 - 1, 65535, 65535)
+_MAX_GRID = (2**31 - 1, MAX_GRID_YZ, MAX_GRID_YZ)
 
 
 class DriverKernel:

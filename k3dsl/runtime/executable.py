@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from k3dsl import settings
-from k3dsl.backends.base import Artifact, Source
+from k3dsl.backends.base import MAX_GRID_YZ, Artifact, Source
 from k3dsl.backends.torch import dtypes as torch_dtypes
 from k3dsl.errors import ArgumentError, LaunchError, ResourceError
 from k3dsl.ir.graph import Kernel
@@ -20,9 +20,6 @@ from k3dsl.runtime.backends import BACKENDS as BACKENDS
 from k3dsl.runtime.extents import expression
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target, get_target
-
-MAX_GRID_YZ = 65535
-"""Programs along a grid's second and third axis; generated code counts on it where it computes offsets in 32 bits."""
 
 _artifacts: dict[tuple[str, str, str, str], Artifact] = {}
 
@@ -165,7 +162,6 @@ class Executable:
         self.target = get_target(target) if isinstance(target, str) else target
         with lock.about(plan.op, plan.dims):
             self.launches = [BoundLaunch(launch, self.target, self.device) for launch in plan.launches]
-        self.symbols = list(plan.symbols().values())
         self.made = [
             (b.name, expression(b.shape), torch_dtypes.to_torch(b.dtype))
             for b in plan.buffers.values()
@@ -184,15 +180,3 @@ class Executable:
         for calls in _recordings:
             calls.append(Call(self, held, dict(dims)))
         return {name: held[name] for name in self.outputs}
-
-    def check_facts(self, dims: Mapping[str, int]) -> None:
-        """Raises ArgumentError when a runtime dim breaks a fact that the code was compiled for."""
-        for s in self.symbols:
-            if s.name not in dims:
-                raise ArgumentError(f"{self.plan.op}: runtime dim {s.name} is not given")
-            v = dims[s.name]
-            if v % s.divisible_by or not s.min <= v <= s.max:
-                raise ArgumentError(
-                    f"{self.plan.op}: {s.name} = {v} breaks what this code was compiled for",
-                    fix=f"{s.name} must be a multiple of {s.divisible_by} from {s.min} to {s.max}; compile for other dims",
-                )

@@ -5,26 +5,6 @@ from __future__ import annotations
 from k3dsl.backends.tilelang.text import atom, opened, tl_dtype
 from k3dsl.ir.types import DType, f32
 
-INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "eq": "==",
-    "ne": "!=",
-}
-
 CALLS = {
     "exp": "tl.exp({})",
     "exp2": "tl.exp2({})",

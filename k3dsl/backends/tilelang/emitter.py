@@ -6,8 +6,9 @@ import keyword
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from k3dsl.backends.printing import INFIX, Writer
 from k3dsl.backends.tilelang.access import Access
-from k3dsl.backends.tilelang.elementwise import CALLS, INFIX, cast_text, function_text, minmax, negated, widened
+from k3dsl.backends.tilelang.elementwise import CALLS, cast_text, function_text, minmax, negated, widened
 from k3dsl.backends.tilelang.placement import Placement
 from k3dsl.backends.tilelang.text import all_of, atom, literal, opened, scaled, tl_dtype, total
 from k3dsl.backends.tilelang.uses import unit_free
@@ -22,19 +23,17 @@ LOOP_NAMES = ("i", "j", "k", "l", "m", "n")
 """Names of the variables of loops over elements, where they are free."""
 
 
-class Emitter:
+class Emitter(Writer):
     """State of one printing, and the rules for the text of an element."""
 
     def __init__(self, kernel: Kernel, placement: Placement) -> None:
         self.kernel = kernel
+        super().__init__(RESERVED, depth=0)
         self.placement = placement
         self.schedule = placement.schedule
         self.target = placement.target
         self.analysis = placement.analysis
-        self.lines: list[str] = []
         self.allocations: list[str] = []
-        self.depth = 0
-        self.used: set[str] = set(RESERVED)
         taken = {kernel.name, *(t.name for t in kernel.tensors), *(d.name for d in kernel.dims)}
         taken.update(s.name for s in kernel.scalars)
         self.loop_names = [n for n in (*LOOP_NAMES, *(f"{n}{k}" for k in (1, 2) for n in LOOP_NAMES)) if n not in taken]
@@ -46,25 +45,8 @@ class Emitter:
         self.stored_as: dict[int, DType] = {}
         self.loop_variables: list[str] = []
         self.inlined_scalars = 0
-        self.last_loc: str | None = None
 
     # ---- lines and names ---------------------------------------------------------------------------------------------
-
-    def line(self, text: str, loc: str | None = None) -> None:
-        if loc is not None and loc != self.last_loc:
-            self.lines.append("    " * self.depth + f"# {loc}")
-            self.last_loc = loc
-        self.lines.append("    " * self.depth + text)
-
-    def name(self, wish: str | None, fallback: str = "t") -> str:
-        base = "".join(ch if ch.isalnum() or ch == "_" else "_" for ch in (wish or fallback)) or fallback
-        if base[0].isdigit() or base == "_":
-            base = f"{fallback}_{base}"
-        name, k = base, 1
-        while name in self.used:
-            name, k = f"{base}_{k}", k + 1
-        self.used.add(name)
-        return name
 
     @contextmanager
     def indented(self) -> Iterator[None]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from k3dsl.backends.base import MAX_GRID_YZ
 from k3dsl.backends.triton.text import atom, grouped, pow2
 from k3dsl.ir.graph import Index, Kernel, Op, TensorParam
 from k3dsl.ir.symbols import INT32_MAX, Expr, Sym
 from k3dsl.passes.affine import affine, span_in_bounds
-
-MAX_GRID_YZ = 65535
 
 
 @dataclass

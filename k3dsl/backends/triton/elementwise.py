@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from k3dsl.backends.printing import INFIX
 from k3dsl.backends.triton.text import opened
 from k3dsl.ir.types import DType, f32
 
@@ -20,26 +21,6 @@ TL_DTYPES = {
     "i8": "tl.int8",
     "u8": "tl.uint8",
     "i1": "tl.int1",
-}
-
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "eq": "==",
-    "ne": "!=",
 }
 
 _CALLS = {
@@ -175,7 +156,7 @@ def literal(value: float | int | bool, dtype: DType) -> str:
 
 def infix(opcode: str) -> str | None:
     """The operator of a binary op, if it is written as one."""
-    return _INFIX.get(opcode)
+    return INFIX.get(opcode)
 
 
 def call_text(opcode: str, arg: str, dtype: DType, approx: bool, asm: bool) -> tuple[str, bool]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from k3dsl.backends.base import Arg, Source
+from k3dsl.backends.base import Source
+from k3dsl.backends.printing import arguments
 from k3dsl.backends.triton.legality import check
 from k3dsl.backends.triton.printer import Printer
 from k3dsl.backends.triton.schedule import TritonSchedule
@@ -10,34 +11,9 @@ from k3dsl.errors import LegalityError
 from k3dsl.ir.copying import copy_kernel
 from k3dsl.ir.graph import Kernel, walk
 from k3dsl.ir.identity import kernel_hash
-from k3dsl.ir.symbols import INT32_MAX
 from k3dsl.passes.inverse import expand_inverses
 from k3dsl.passes.simplify import simplify
 from k3dsl.targets import Target
-
-POINTER_ALIGNMENT = 16
-
-
-def arguments(kernel: Kernel, names: list[str]) -> tuple[Arg, ...]:
-    """The machine arguments by name: tensors, then the runtime dims and strides that the code reads, then scalars."""
-    args = [Arg(t.name, "pointer", t.dtype.name, POINTER_ALIGNMENT, t.name) for t in kernel.tensors]
-    strides = {
-        str(s): f"{t.name}:{axis}"
-        for t in kernel.tensors
-        if t.strides is not None
-        for axis, s in enumerate(t.strides)
-        if s.constant is None
-    }
-    for s in kernel.dims:
-        if s.name not in names:
-            continue
-        dtype = "i32" if s.max <= INT32_MAX else "i64"
-        if s.name in strides:
-            args.append(Arg(s.name, "stride", dtype, s.divisible_by, strides[s.name]))
-        else:
-            args.append(Arg(s.name, "dim", dtype, s.divisible_by, s.name))
-    args += [Arg(s.name, "scalar", s.dtype.name, 1, s.name) for s in kernel.scalars]
-    return tuple(args)
 
 
 def lower(kernel: Kernel, schedule: TritonSchedule, target: Target, *, portable: bool = False) -> Source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 
+from k3dsl.backends.printing import Writer
 from k3dsl.backends.triton.access import AccessPrinter, dim_text, exceeds
 from k3dsl.backends.triton.elementwise import HELPERS, TL_DTYPES, call_text, infix, literal, minmax, needs_f32
 from k3dsl.backends.triton.reductions import ReductionPrinter
@@ -25,12 +26,10 @@ class Printer(ReductionPrinter):
     """State of one printing: names in use, indentation, helpers needed."""
 
     def __init__(self, kernel: Kernel, schedule: TritonSchedule, asm: bool) -> None:
+        Writer.__init__(self, RESERVED, depth=1)
         self.kernel = kernel
         self.schedule = schedule
         self.asm = asm
-        self.lines: list[str] = []
-        self.depth = 1
-        self.used: set[str] = set(RESERVED)
         self.helpers: dict[str, str] = {}
         self.text_of: dict[int, str] = {}
         self.atomic: set[int] = set()
@@ -43,7 +42,6 @@ class Printer(ReductionPrinter):
         self.shared: dict[str, str] = {}
         self.prologue: list[str] = []
         self.descriptors: dict[tuple[str, tuple[int, ...]], str] = {}
-        self.last_loc: str | None = None
         self._count(kernel.body)
         self._count_through_broadcasts(kernel.body)
 
@@ -75,22 +73,6 @@ class Printer(ReductionPrinter):
                 v = op.operands[0]
                 self.uses[id(v)] += max(0, self.uses.get(id(op.result), 0) - 1)
                 self.user_region[id(v)] |= self.user_region.get(id(op.result), set())
-
-    def name(self, wish: str | None, fallback: str = "t") -> str:
-        base = "".join(ch if ch.isalnum() or ch == "_" else "_" for ch in (wish or fallback)) or fallback
-        if base[0].isdigit() or base == "_":
-            base = f"{fallback}_{base}"
-        name, k = base, 1
-        while name in self.used:
-            name, k = f"{base}_{k}", k + 1
-        self.used.add(name)
-        return name
-
-    def line(self, text: str, loc: str | None = None) -> None:
-        if loc is not None and loc != self.last_loc:
-            self.lines.append("    " * self.depth + f"# {loc}")
-            self.last_loc = loc
-        self.lines.append("    " * self.depth + text)
 
     def text(self, v: Value) -> str:
         return self.text_of[id(v)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from k3dsl.backends.printing import Writer
 from k3dsl.backends.triton.elementwise import HELPERS, TL_DTYPES, literal
 from k3dsl.backends.triton.text import pow2
 from k3dsl.ir.graph import Kernel as IRKernel
@@ -30,7 +31,7 @@ def neutral(kind: str, dtype: DType) -> str:
     return str(integer_range(dtype)[0 if kind == "max" else 1])
 
 
-class ReductionPrinter:
+class ReductionPrinter(Writer):
     """The part of `printer.Printer` for these ops.
 
     Tiles are padded to powers of two, and padding holds anything. So lanes of padding are replaced by a neutral value
@@ -41,8 +42,6 @@ class ReductionPrinter:
     kernel: IRKernel
     schedule: TritonSchedule
     asm: bool
-    depth: int
-    lines: list[str]
     helpers: dict[str, str]
     text_of: dict[int, str]
     atomic: set[int]
@@ -50,8 +49,7 @@ class ReductionPrinter:
 
     if TYPE_CHECKING:
 
-        def name(self, wish: str | None, fallback: str = "t") -> str: ...
-        def line(self, text: str, loc: str | None = None) -> None: ...
+        def __init__(self, kernel: IRKernel, schedule: TritonSchedule, asm: bool) -> None: ...
         def text(self, v: Value) -> str: ...
         def atom(self, v: Value) -> str: ...
         def bind(
@@ -145,7 +143,7 @@ class ReductionPrinter:
         """A reduction or scan with its own combine, printed as a module-level function."""
         axis, region = op.attrs["axis"], op.regions[0]
         name = self.name(f"_combine_{self.kernel.name}")
-        inner = type(self)(IRKernel(name, [], [], [], (), region), self.schedule, self.asm)  # type: ignore[call-arg]
+        inner = type(self)(IRKernel(name, [], [], [], (), region), self.schedule, self.asm)
         for v in region.args:
             inner.text_of[id(v)] = inner.name(v.name, "x")
             inner.atomic.add(id(v))
