@@ -57,6 +57,10 @@ class LaunchError(K3Error):
     """A compiled kernel could not be loaded or launched."""
 
 
+class NonFiniteError(K3Error):
+    """A network's logits are NaN or infinite, so that no token follows from them."""
+
+
 class NumericsWarning(UserWarning):
     """A kernel that is right on mild inputs and may overflow on others, such as an exponential without a bound."""
 
@@ -67,6 +71,10 @@ class BundleError(K3Error):
 
 class PackError(K3Error):
     """A pack of tuned settings is missing or malformed."""
+
+
+class CheckpointError(K3Error):
+    """A checkpoint is missing, damaged, or does not fit the network."""
 
 
 class LockedError(K3Error):
