@@ -30,6 +30,7 @@ from k3dsl.language import (
     minimum,
     program_id,
     span,
+    u8,
     when,
     where,
     zeros,
@@ -67,8 +68,8 @@ def traced_scan(chunk: int = 32, divisible_by: int = 64) -> Kernel:
 
 @kernel(grid=lambda d, c: (d.T // 16, 4, 2))
 def every_op(
-    d, c, x=In("T 16", f32), table=In("T*2", i32), strided=In("T 8", bf16), o=Out("T 16", f32), acc=InOut("T", f32),
-    scale=Scalar(f32), offset=Scalar(i32),
+    d, c, x=In("T 16", f32), table=In("T*2", i32), strided=In("T 8", bf16), codes=In("16 16", u8), powers=In("16 1", u8),
+    o=Out("T 16", f32), acc=InOut("T", f32), scale=Scalar(f32), offset=Scalar(i32),
 ):  # fmt: skip
     """Uses each opcode at least once, and each form of an index."""
     block = program_id(0) + program_id(1) * 0 + program_id(2) * 0
@@ -89,6 +90,7 @@ def every_op(
     y = y + lang.cumsum(y, 1) + lang.cumprod(y, 0) + lang.cummax(y, 0) + lang.cummin(y, 0, reverse=True) + prefix
     y = dot(lang.unit_lower_inverse(y, method="substitution"), y.T, acc=y + total[:, None], precision="tf32")
     y = y + y.select(1, 3)[:, None] + most[:, None]
+    y = y + lang.dequantize_mxfp4(codes[:], powers[:]).to(f32).reshape(16, 2, 16).select(1, 0)
 
     @loop(block, start=1, init=(y, y), step=2, label="two words", reverse=True)
     def pair(i, a, b):

@@ -175,6 +175,16 @@ def unit_lower_inverse(a: Tile, method: str = "doubling", precision: str = "ieee
     return Tile(Builder.current().emit("unit_lower_inverse", [a.value], attrs).result)
 
 
+def dequantize_mxfp4(packed: Tile, scale: Tile) -> Tile:
+    """MXFP4 numbers as bf16: E2M1 codes times a power of two for every 32 neighbours of the last axis (OCP MX v1.0, 5.2).
+
+    packed: u8 [..., K/2], element 2i in the low four bits of byte i and 2i + 1 in the high four. Codes 0 to 7 are 0, 0.5, 1,
+    1.5, 2, 3, 4, 6; bit 3 is the sign. scale: u8 [..., K/32]; byte b is 2^(b - 127), and 255 is NaN. Returns bf16 [..., K],
+    exact; what is above bf16's range (from b = 253 on) is infinite.
+    """
+    return Tile(Builder.current().emit("dequantize_mxfp4", [packed.value, scale.value]).result)
+
+
 def assume(x: Tile, *, divisible_by: int = 1, min: int | None = None, max: int | None = None) -> Tile:
     """States facts about a traced integer scalar. Broken facts are undefined on a GPU and raise on the torch backend."""
     attrs = {"divisible_by": divisible_by, "min": min, "max": max}

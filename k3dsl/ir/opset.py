@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from k3dsl.errors import VerifyError
 from k3dsl.ir.graph import Op, TensorParam
-from k3dsl.ir.types import DType, TileType, f32, i1, i32, i64
+from k3dsl.ir.types import DType, TileType, bf16, f32, i1, i32, i64, u8
 
 UNARY_FLOAT = {
     "exp": "e**x",
@@ -50,6 +50,8 @@ REDUCE = {
 }
 SCAN = {"sum": "inclusive sum", "prod": "inclusive product", "max": "running maximum", "min": "running minimum"}
 PRECISIONS = ("bf16", "fp16", "tf32", "tf32x3", "ieee")
+MXFP4_GROUP = 32
+"""Neighbours along the last axis that share a scale."""
 INVERSE_METHODS = ("doubling", "substitution")
 APPROXIMATE = frozenset({"reciprocal", "tanh", "sigmoid", "exp", "exp2", "log2", "rsqrt", "sqrt"})
 
@@ -295,6 +297,21 @@ def _inverse(op: Op, tensors: dict[str, TensorParam]) -> list[TileType]:
     return [t]
 
 
+def _dequantize_mxfp4(op: Op, tensors: dict[str, TensorParam]) -> list[TileType]:
+    _operands(op, 2)
+    packed, scale = (v.type for v in op.operands)
+    if packed.dtype != u8 or scale.dtype != u8 or not packed.rank:
+        raise _fail(op, f"takes two u8 tiles, packed codes and scales, got {packed} and {scale}")
+    lead, half = packed.shape[:-1], packed.shape[-1]
+    if 2 * half % MXFP4_GROUP:
+        reason = f"{packed} holds {2 * half} codes in its last axis, no multiple of {MXFP4_GROUP}"
+        raise _fail(op, reason, fix="read whole groups of 32 codes, which are 16 bytes")
+    want = TileType(u8, (*lead, 2 * half // MXFP4_GROUP))
+    if scale != want:
+        raise _fail(op, f"packed codes {packed} need scales {want}, got {scale}", fix="one scale for 32 codes of a row")
+    return [TileType(bf16, (*lead, 2 * half))]
+
+
 def access_shape(op: Op, tensor: TensorParam) -> tuple[int, ...]:
     """The shape of the tile that the op's index reads or writes."""
     if len(op.index) != tensor.rank:
@@ -420,6 +437,9 @@ OPSET: dict[str, OpInfo] = {
     "select": OpInfo("the slice at a static position of an axis", _select),
     "dot": OpInfo("matrix product with fp32 accumulation: a @ b (+ acc)", _dot),
     "unit_lower_inverse": OpInfo("inverse of (I + strictly lower part of a)", _inverse),
+    "dequantize_mxfp4": OpInfo(
+        "4-bit codes, two in a byte, times a power of two for every 32, as bf16", _dequantize_mxfp4
+    ),
     "load": OpInfo("reads a tile of a tensor", _load),
     "store": OpInfo("writes a tile of a tensor", _store),
     "atomic_add": OpInfo("adds a tile to a tensor atomically; the order is not fixed", _store),

@@ -33,6 +33,9 @@ class DType:
     def __repr__(self) -> str:
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a string remembers its hash; dtypes are keys at every step of an evaluation
+
 
 f64 = DType("f64", "float", 64)
 f32 = DType("f32", "float", 32)

@@ -23,6 +23,9 @@ from k3dsl.targets import Target, get_target
 
 _artifacts: dict[tuple[str, str, str, str], Artifact] = {}
 
+Allocate = Callable[[str, tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+"""allocate(name, shape, dtype, device): memory for an output or scratch buffer of that name; what it holds is nobody's."""
+
 
 def lower(launch: Launch, target: Target) -> Source:
     """The generated source of one launch."""
@@ -149,6 +152,24 @@ def recording() -> Iterator[list[Call]]:
         _recordings[:] = [known for known in _recordings if known is not calls]
 
 
+def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+_allocate: Allocate = _empty
+
+
+@contextmanager
+def allocating(allocate: Allocate) -> Iterator[None]:
+    """While active, every output and scratch buffer that an executable makes in this process comes from `allocate`."""
+    global _allocate
+    before, _allocate = _allocate, allocate
+    try:
+        yield
+    finally:
+        _allocate = before
+
+
 class Executable:
     """A plan on one device. Call it with the caller's tensors by buffer name and the runtime dims.
 
@@ -174,7 +195,7 @@ class Executable:
         held = dict(tensors)
         for name, shape, dtype in self.made:
             if name not in held:
-                held[name] = torch.empty(shape(dims), dtype=dtype, device=self.device)
+                held[name] = _allocate(name, shape(dims), dtype, self.device)
         for launch in self.launches:
             launch.run(held, dims)
         for calls in _recordings:

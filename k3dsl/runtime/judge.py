@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 import warnings
@@ -51,6 +52,11 @@ class Verdict:
         }
 
 
+def _share(error: float, limit: float) -> float:
+    """Of its limit that an error takes; a limit of 0 admits an exact copy alone."""
+    return error / limit if limit else math.inf if error else 0.0
+
+
 @dataclass
 class FamilyResult:
     """The cases of one family: how many, how many failed, and for each output its error closest to (or past) the limit."""
@@ -66,7 +72,7 @@ class FamilyResult:
         for name, error in verdict.errors.items():
             limit = verdict.limits[name]
             known = self.worst.get(name)
-            if known is None or error / limit > known[0] / known[1]:
+            if known is None or _share(error, limit) > _share(*known):
                 self.worst[name] = (error, limit)
 
 

@@ -23,12 +23,16 @@ CPU_TIMER = "time.perf_counter (CPU wall clock)"
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: median, and the 20th and 80th percentile. timer: how they were measured."""
+    """Milliseconds of one call: median, and the 20th and 80th percentile. timer: how they were measured.
+
+    least_ms: the least, where every call was timed (on the CPU).
+    """
 
     median_ms: float
     low_ms: float
     high_ms: float
     timer: str
+    least_ms: float | None = None
 
 
 def measure(call: Callable[[], Any], device: torch.device | str, *, warmup_ms: int = 50, rep_ms: int = 200) -> Timing:
@@ -46,7 +50,8 @@ def measure(call: Callable[[], Any], device: torch.device | str, *, warmup_ms: i
         call()
         samples.append((time.perf_counter() - start) * 1e3)
     samples.sort()
-    return Timing(statistics.median(samples), samples[len(samples) // 5], samples[-1 - len(samples) // 5], CPU_TIMER)
+    low, high = samples[len(samples) // 5], samples[-1 - len(samples) // 5]
+    return Timing(statistics.median(samples), low, high, CPU_TIMER, samples[0])
 
 
 def copy_gbps(device: torch.device | str) -> float:

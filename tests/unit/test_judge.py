@@ -59,6 +59,14 @@ def test_a_case_is_judged_on_what_was_drawn_not_on_what_a_call_left():
     assert judged().passed
 
 
+def test_a_limit_of_zero_admits_copies_alone():
+    family = judge.FamilyResult("copies")
+    for error in (0.0, 1e-3, 0.0):
+        family.add(judge.Verdict("case", "copies", {"pool": error}, {"pool": 0.0}, repeats=1, seconds=0.0))
+    assert family.worst == {"pool": (1e-3, 0.0)}
+    assert family.cases == 3
+
+
 def test_poison_goes_as_it_came():
     with judge.poisoned():
         assert torch.empty(3).isnan().all()

@@ -120,6 +120,17 @@ def test_terms_that_fit_32_bits_but_whose_sum_does_not_are_added_in_64():
     assert "int64" not in printed(k, tensors={"x": TensorSpec(f32, narrow)}).text
 
 
+@pytest.mark.parametrize(("dtype", "casts"), [(i32, 1), (i64, 0)])
+def test_a_row_number_that_was_loaded_is_multiplied_in_64_bits(dtype, casts):
+    @kernel(grid=lambda d, c: (1,))
+    def k(d, c, starts=In("1", dtype), x=In("T 64 64", f32), o=Out("64", f32)):
+        o[:] = x[starts[0], 3, :]
+
+    load = line_with(printed(k, {"T": Sym("T")}), "tl.load(x")
+    assert load.count(".to(tl.int64)") == casts
+    assert "* 64 + 3) * 64" in load.replace(".to(tl.int64)", "")
+
+
 def test_a_tile_wider_than_2_31_elements_is_addressed_in_64_bits():
     @kernel(grid=lambda d, c: (1,))
     def k(d, c, x=In("128 64 8", f32), o=Out("128", f32)):

@@ -14,7 +14,7 @@ from k3dsl.backends.tilelang.text import all_of, atom, literal, opened, scaled, 
 from k3dsl.backends.tilelang.uses import unit_free
 from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel, Op, Value
-from k3dsl.ir.opset import COMPARE
+from k3dsl.ir.opset import COMPARE, MXFP4_GROUP
 from k3dsl.ir.types import DType, f32, i1, i32
 
 RESERVED = frozenset({"tl", "tilelang", "PRELUDE", "float", "range", *keyword.kwlist})
@@ -160,6 +160,8 @@ class Emitter(Writer):
             return self.at(op.operands[0], self.reindexed(op, at))
         if code == "load":
             return self.loaded(op, at)
+        if code == "dequantize_mxfp4":
+            return self._dequantized(op, at)
         return self.applied(op, [self.at(o, at) for o in op.operands])
 
     def reindexed(self, op: Op, at: list[str]) -> list[str]:
@@ -186,6 +188,15 @@ class Emitter(Writer):
         if guards:
             text = f"tl.if_then_else({all_of(guards)}, {text}, {literal(op.attrs.get('other', 0.0), dtype)})"
         return f"{text} != 0" if dtype.is_bool else text
+
+    def _dequantized(self, op: Op, at: list[str]) -> str:
+        """One element of packed codes times its group's scale; see prelude."""
+        packed, scale = op.operands
+        last = atom(at[-1])
+        byte = self.at(packed, [*at[:-1], f"({last} // 2)"])
+        power = self.at(scale, [*at[:-1], f"({last} // {MXFP4_GROUP})"])
+        args = f"{opened(byte)}, {opened(power)}, {last} % 2"
+        return f'tl.cast(tl.call_pure_extern("float32", "k3dsl::mxfp4", {args}), tl.bfloat16)'
 
     def applied(self, op: Op, args: list[str]) -> str:
         """An elementwise op on the texts of its operands."""

@@ -256,7 +256,7 @@ class Placement:
             return 0
         if op.opcode in SHAPE_OPS:
             own = 0
-        elif op.opcode in UNARY_FLOAT:
+        elif op.opcode in UNARY_FLOAT or op.opcode == "dequantize_mxfp4":
             own = 8
         elif op.opcode == "cast":
             own = 0 if v.dtype.bits >= op.operands[0].dtype.bits else 1

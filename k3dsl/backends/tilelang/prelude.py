@@ -69,6 +69,20 @@ TL_DEVICE float tf32(float x) {  // rounded to nearest; matrix instructions woul
 """
 
 
+_MXFP4 = """
+#include <cuda_fp16.h>
+namespace k3dsl {
+TL_DEVICE float mxfp4(unsigned char byte, unsigned char scale, int odd) {
+  unsigned code = byte >> (4 * odd);
+  // as the bits of an fp16 number a code is 2^14 times too small
+  float value = __half2float(__ushort_as_half((code & 7) << 9 | (code & 8) << 12)) * 16384.0f;
+  unsigned power = scale == 0 ? 0x400000u : scale == 255 ? 0x7fc00000u : (unsigned)scale << 23;
+  return value * __uint_as_float(power);
+}
+}  // namespace k3dsl
+"""
+
+
 def prelude(kernel: Kernel) -> str:
     """What the kernel needs of it, or ''."""
     parts: list[str] = []
@@ -79,6 +93,8 @@ def prelude(kernel: Kernel) -> str:
         parts.append(_EXP2)
     if any(op.opcode == "tf32" for op in ops):
         parts.append(_TF32)
+    if any(op.opcode == "dequantize_mxfp4" for op in ops):
+        parts.append(_MXFP4)
     if not parts:
         return ""
     headers = [f"tl_templates/cuda/{name}.h" for name in _HEADERS] + ["utility", "cuda/std/utility", "cuda/std/limits"]

@@ -54,7 +54,7 @@ def keeps_place(op: Op) -> bool:
         return unit_free(op.operands[0].shape) == unit_free(op.result.shape)
     if op.opcode == "select":
         return op.operands[0].shape[op.attrs["axis"]] == 1
-    return True
+    return op.opcode != "dequantize_mxfp4"
 
 
 class Uses:

@@ -49,7 +49,7 @@ class Batch:
 
 def host(x: Tensor) -> np.ndarray:
     """A batched integer or bool scalar as int64 on the host."""
-    return x.cpu().numpy().astype(np.int64)
+    return (x if x.is_cpu else x.cpu()).numpy().astype(np.int64)
 
 
 def take(x: Tensor, positions: np.ndarray) -> Tensor:

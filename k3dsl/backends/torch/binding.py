@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from k3dsl.ir.graph import Kernel, TensorParam
 from k3dsl.ir.symbols import Expr, Sym
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BoundTensor:
     """A parameter with its tensor.
 
@@ -80,6 +80,48 @@ def bind(
     grid = tuple(g.evaluate(values) for g in kernel.grid)
     device = devices.pop() if devices else torch.device("cpu")
     return Binding(kernel, values, grid, bound, dict(scalars or {}), device)
+
+
+def layout_of(
+    kernel: Kernel,
+    tensors: Mapping[str, torch.Tensor | None],
+    dims: Mapping[str, int] | None,
+    scalars: Mapping[str, float] | None,
+) -> Hashable | None:
+    """All that `bind` looks at, so that arguments of one layout pass its checks or fail them together. None: do not ask."""
+    if len(tensors) != len(kernel.tensors):
+        return None
+    found: list[Hashable] = []
+    storages: dict[int, int] = {}
+    for param in kernel.tensors:
+        t = tensors.get(param.name)
+        if t is None:
+            return None
+        # which tensors share a storage, by the number of the first that has it; an empty one has none
+        storage = t.untyped_storage().data_ptr()
+        found.append((t.shape, t.stride(), t.dtype, t.device, storages.setdefault(storage, len(storages))))
+    return tuple(found), tuple((dims or {}).items()), tuple(scalars or ())
+
+
+def rebind(known: Binding, tensors: Mapping[str, torch.Tensor | None], scalars: Mapping[str, float] | None) -> Binding:
+    """A binding of the same layout to other tensors and scalars. Nothing is checked again."""
+    bound = {}
+    for name, one in known.tensors.items():
+        tensor = tensors[name]
+        assert tensor is not None
+        raw = tensor.view(torch.uint8) if one.flat.dtype != one.data.dtype else tensor
+        flat = raw.as_strided(one.flat.shape, (1,), raw.storage_offset())
+        bound[name] = BoundTensor(one.param, tensor, flat, one.extents, one.strides, one.frozen)
+    return Binding(known.kernel, known.dims, known.grid, bound, dict(scalars or {}), known.device)
+
+
+def without_data(binding: Binding) -> Binding:
+    """A binding of the same layout to tensors on the meta device, which hold no memory."""
+    bound = {
+        name: BoundTensor(t.param, t.data.to("meta"), t.flat.to("meta"), t.extents, t.strides, t.frozen)
+        for name, t in binding.tensors.items()
+    }
+    return replace(binding, tensors=bound)
 
 
 def _check_names(

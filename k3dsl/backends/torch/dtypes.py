@@ -95,7 +95,8 @@ class Numerics:
         """The inverse of `stored`."""
         if dtype.is_float and dtype.bits == 8:
             x = x.view(_TORCH[dtype])
-        return x.to(self.held(dtype))
+        held = self._held[dtype]
+        return x if x.dtype is held else x.to(held)
 
 
 def round_f8(x: torch.Tensor, dtype: DType) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from k3dsl.backends.torch.dtypes import Numerics
 from k3dsl.ir.graph import Op
+from k3dsl.ir.types import DType
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -85,44 +86,61 @@ _COMPARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ne": torch.ne,
 }
 
-Evaluate = Callable[[Op, list[Tensor], Numerics], Tensor]
+Compute = Callable[..., Tensor]
+"""A pure op on its operands."""
+Maker = Callable[[Op, Numerics], Compute]
+"""What computes an op: everything that does not depend on operands is worked out once."""
 
 
-def _transcendental(f: Callable[[Tensor], Tensor]) -> Evaluate:
-    def evaluate(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-        x = xs[0]
-        if x.dtype in (torch.float16, torch.bfloat16):  # rounded once, at the end
-            x = x.float()
-        return numerics.settle(f(x), op.result.dtype)
+def settled(f: Compute, dtype: DType, numerics: Numerics) -> Compute:
+    """f with its result rounded to `dtype` and held as such."""
+    if dtype.is_float and dtype.bits == 8:
+        return lambda *xs: numerics.settle(f(*xs), dtype)
+    held = numerics.held(dtype)
 
-    return evaluate
+    def one(a: Tensor) -> Tensor:
+        x = f(a)
+        return x if x.dtype is held else x.to(held)
 
+    def two(a: Tensor, b: Tensor) -> Tensor:
+        x = f(a, b)
+        return x if x.dtype is held else x.to(held)
 
-def _unary(f: Callable[[Tensor], Tensor]) -> Evaluate:
-    return lambda op, xs, numerics: f(xs[0])  # exact in every dtype
-
-
-def _binary(f: Callable[[Tensor, Tensor], Tensor]) -> Evaluate:
-    return lambda op, xs, numerics: numerics.settle(f(xs[0], xs[1]), op.result.dtype)
-
-
-def _compare(f: Callable[[Tensor, Tensor], Tensor]) -> Evaluate:
-    return lambda op, xs, numerics: f(xs[0], xs[1])
+    return two if f in _TWO else one
 
 
-def _where(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    return torch.where(xs[0], xs[1], xs[2])
+def _transcendental(f: Compute) -> Maker:
+    def make(op: Op, numerics: Numerics) -> Compute:
+        # 16-bit floats are computed in fp32 and rounded once, at the end
+        narrow = numerics.held(op.operands[0].dtype) in (torch.float16, torch.bfloat16)
+        return settled((lambda x: f(x.float())) if narrow else f, op.result.dtype, numerics)
+
+    return make
 
 
-def _cast(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    return numerics.convert(xs[0], op.operands[0].dtype, op.result.dtype)
+def _unary(f: Compute) -> Maker:
+    return lambda op, numerics: f  # exact in every dtype
 
 
-ELEMENTWISE: dict[str, Evaluate] = {
+def _binary(f: Compute) -> Maker:
+    return lambda op, numerics: settled(f, op.result.dtype, numerics)
+
+
+def _where(op: Op, numerics: Numerics) -> Compute:
+    return torch.where
+
+
+def _cast(op: Op, numerics: Numerics) -> Compute:
+    source, dtype = op.operands[0].dtype, op.result.dtype
+    return lambda x: numerics.convert(x, source, dtype)
+
+
+_TWO = frozenset(_BINARY.values())
+ELEMENTWISE: dict[str, Maker] = {
     **{name: _transcendental(f) for name, f in _TRANSCENDENTAL.items()},
     **{name: _unary(f) for name, f in _UNARY.items()},
     **{name: _binary(f) for name, f in _BINARY.items()},
-    **{name: _compare(f) for name, f in _COMPARE.items()},
+    **{name: _unary(f) for name, f in _COMPARE.items()},
     "where": _where,
     "cast": _cast,
 }

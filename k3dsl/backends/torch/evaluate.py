@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
+from k3dsl.backends.torch.access import Access
 from k3dsl.backends.torch.batch import Batch
-from k3dsl.backends.torch.binding import bind
+from k3dsl.backends.torch.binding import Binding, bind, layout_of, rebind, without_data
 from k3dsl.backends.torch.dtypes import Numerics
-from k3dsl.backends.torch.machine import Constants, Machine
+from k3dsl.backends.torch.elementwise import ELEMENTWISE, Compute
+from k3dsl.backends.torch.fixed import Budget, Tape, mark
+from k3dsl.backends.torch.machine import Constants, Env, Machine
 from k3dsl.backends.torch.memory import Memory
-from k3dsl.backends.torch.plan import bytes_per_program, plan
+from k3dsl.backends.torch.plan import RegionPlan, bytes_per_program, plan
+from k3dsl.backends.torch.races import access_kinds
+from k3dsl.backends.torch.tiles import TILES
 from k3dsl.errors import EvaluationError
-from k3dsl.ir.graph import Kernel
+from k3dsl.ir.graph import Kernel, Op
 
 SLAB_BYTES = 256 * 2**20
+LAYOUTS = 32
+"""Layouts that an evaluator remembers, the last ones used."""
+CONTENTS = 256
+"""Most elements of the integer tensors whose contents a layout may go by."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel's plan. settled: tensors whose accesses are the same in every launch of a layout. contents: tensors whose
+    contents are a part of the layout."""
+
+    body: RegionPlan
+    settled: frozenset[str]
+    contents: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kernel: Kernel, numerics: Numerics, contents: tuple[str, ...] = ()) -> Program:
+        """Plans a kernel and resolves what computes its ops."""
+        body = plan(kernel.body)
+        settled = mark(body, frozenset(contents))
+        _resolve(body, numerics)
+        return cls(body, settled, contents)
+
+
+@dataclass
+class Layout:
+    """What an evaluator knows of launches of one layout. known: a binding without its tensors' data.
+    accesses: by op. tapes: one a slab, of what is the same in all of them; None before they are recorded, or where they would
+    be too long. seen: launches so far. by_contents: the same for launches whose small integer tensors hold the same."""
+
+    program: Program
+    known: Binding
+    accesses: dict[int, Access] = field(default_factory=dict)
+    tapes: list[Tape] | None = None
+    seen: int = 0
+    by_contents: OrderedDict[bytes, Layout] = field(default_factory=OrderedDict)
 
 
 class Evaluator:
-    """A kernel made ready to be evaluated many times. Arguments and meaning as in `evaluate`."""
+    """A kernel made ready to be evaluated many times. Arguments and meaning as in `evaluate`.
+
+    The second launch of a layout (dims, and shapes, strides, dtypes, device and aliasing of the tensors) records what follows
+    from the layout alone, with the checks that it passed; later ones take it from there.
+    """
 
     def __init__(
         self,
@@ -34,10 +82,14 @@ class Evaluator:
         self.kernel = kernel
         self.numerics = Numerics(compute_dtype)
         self.check = check
-        self.body = plan(kernel.body)
+        self.kinds = access_kinds(kernel)
+        self.program = Program.of(kernel, self.numerics)
+        tables = [t.name for t in kernel.tensors if t.role == "in" and t.dtype.is_int and t.name in self.kinds]
+        self.with_contents = Program.of(kernel, self.numerics, tuple(tables)) if tables else None
         self._constants: Constants = {}
+        self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         float_bytes = compute_dtype.itemsize if compute_dtype is not None else None
-        self.programs_per_slab = max(1, slab_bytes // bytes_per_program(self.body, float_bytes))
+        self.programs_per_slab = max(1, slab_bytes // bytes_per_program(self.program.body, float_bytes))
 
     def __call__(
         self,
@@ -46,15 +98,112 @@ class Evaluator:
         scalars: Mapping[str, float] | None = None,
     ) -> None:
         with torch.no_grad(), _full_precision():
-            binding = bind(self.kernel, tensors, dims, scalars)
-            memory = Memory(binding, self.numerics, self.check)
+            layout, binding = self._layout(tensors, dims, scalars)
+            program, tapes, again = layout.program, layout.tapes, layout.tapes is not None
+            budget = Budget()
+            if layout.seen == 2:
+                tapes = []
+            memory = Memory(
+                binding,
+                self.numerics,
+                self.kinds if self.check else None,
+                layout.accesses,
+                program.settled if again else frozenset[str](),
+            )
             machine = Machine(binding, self.numerics, memory, self._constants)
             total = int(np.prod([max(0, g) for g in binding.grid], dtype=np.int64))
             if total >= 2**31:
                 raise EvaluationError(f"kernel {self.kernel.name}: a grid of {total} programs is too large")
-            for first in range(0, total, self.programs_per_slab):
+            for n, first in enumerate(range(0, total, self.programs_per_slab)):
                 ids = np.arange(first, min(total, first + self.programs_per_slab), dtype=np.int64)
-                machine.run(self.body, machine.scalars(), Batch(ids, binding.grid))
+                if tapes is not None:
+                    if not again:
+                        tapes.append(Tape(budget))
+                    machine.use(tapes[n], again)
+                machine.run(program.body, machine.scalars(), Batch(ids, binding.grid))
+            if tapes is not None and not again and budget.left:
+                layout.tapes = tapes
+
+    def _layout(
+        self,
+        tensors: Mapping[str, torch.Tensor | None],
+        dims: Mapping[str, int] | None,
+        scalars: Mapping[str, float] | None,
+    ) -> tuple[Layout, Binding]:
+        """The layout of a launch, and its binding. A layout that was not seen is checked in full."""
+        signature = layout_of(self.kernel, tensors, dims, scalars)
+        layout = self._layouts.get(signature)
+        if layout is None or signature is None:
+            binding = bind(self.kernel, tensors, dims, scalars)
+            layout = Layout(self.program, without_data(binding))
+            if signature is not None:
+                _remember(self._layouts, signature, layout, LAYOUTS)
+        else:
+            self._layouts.move_to_end(signature)
+            binding = rebind(layout.known, tensors, scalars)
+            layout = self._by_contents(layout, binding)
+        layout.seen += 1
+        return layout, binding
+
+    def _by_contents(self, layout: Layout, binding: Binding) -> Layout:
+        """The layout that goes by what small integer tensors hold, from the second time on that they hold it."""
+        program = self.with_contents
+        if program is None or binding.device.type != "cpu":
+            return layout
+        held = [binding.tensors[name] for name in program.contents]
+        if sum(t.data.numel() for t in held) > CONTENTS or not all(t.frozen for t in held):
+            return layout
+        contents = b"".join(t.data.numpy().tobytes() for t in held)
+        known = layout.by_contents.get(contents)
+        if known is None:
+            known = Layout(program, layout.known)
+            _remember(layout.by_contents, contents, known, LAYOUTS)
+            known.seen = 1
+            return layout
+        layout.by_contents.move_to_end(contents)
+        return known
+
+
+def _remember(known: OrderedDict[Any, Layout], key: Any, layout: Layout, most: int) -> None:
+    known[key] = layout
+    if len(known) > most:
+        known.popitem(last=False)
+
+
+def _resolve(region: RegionPlan, numerics: Numerics) -> None:
+    """Gives every step of a pure op what computes it."""
+    for step in region.steps:
+        op = step.op
+        maker = ELEMENTWISE.get(op.opcode) or TILES.get(op.opcode)
+        if maker is not None:
+            step.compute = maker(op, numerics)
+            step.call = _call(step.compute, op)
+        for inner in step.regions:
+            _resolve(inner, numerics)
+
+
+def _call(f: Compute, op: Op) -> Callable[[Env], None]:
+    """Computes an op from the values in an environment, and puts its result there."""
+    operands, out = op.operands, op.result
+    if len(operands) == 1:
+        (a,) = operands
+
+        def one(env: Env) -> None:
+            env[out] = f(env[a])
+
+        return one
+    if len(operands) == 2:
+        a, b = operands
+
+        def two(env: Env) -> None:
+            env[out] = f(env[a], env[b])
+
+        return two
+
+    def more(env: Env) -> None:
+        env[out] = f(*[env[v] for v in operands])
+
+    return more
 
 
 def evaluate(

@@ -3,11 +3,14 @@
 A value is a tensor [programs, *tile shape], or [1, *tile shape] when it is the same for all programs. Integer and bool
 scalars stay on the host, where they steer loops and addresses. Programs that a condition or a shorter loop leaves out are
 taken out of the batch, so that nothing is ever computed, read or written for them.
+
+What is the same in every launch of a layout is recorded on a tape, or taken from one; see k3dsl.backends.torch.fixed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,11 +20,11 @@ from k3dsl.backends.torch.batch import Batch, host, take
 from k3dsl.backends.torch.binding import Binding
 from k3dsl.backends.torch.combine import combined_reduce, combined_scan
 from k3dsl.backends.torch.dtypes import Numerics
-from k3dsl.backends.torch.elementwise import ELEMENTWISE
+from k3dsl.backends.torch.fixed import Branch, Tape
 from k3dsl.backends.torch.memory import Memory
 from k3dsl.backends.torch.plan import RegionPlan, Step
 from k3dsl.backends.torch.races import program_name
-from k3dsl.backends.torch.tiles import TILES, named_reduce, named_scan
+from k3dsl.backends.torch.tiles import named_reduce, named_scan
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Op, Value
 
@@ -30,10 +33,24 @@ Constants = dict[tuple[int, torch.device], Tensor]
 _CPU = torch.device("cpu")
 
 
+def _nothing() -> NoReturn:
+    raise AssertionError("there is no tape to read")
+
+
 class Machine:
     """One launch of one kernel."""
 
-    def __init__(self, binding: Binding, numerics: Numerics, memory: Memory, constants: Constants) -> None:
+    def __init__(
+        self,
+        binding: Binding,
+        numerics: Numerics,
+        memory: Memory,
+        constants: Constants,
+    ) -> None:
+        self.tape: Tape | None = None
+        self.record: Callable[[Any], None] | None = None
+        self.again = False
+        self._next: Callable[[], Any] = _nothing
         self.binding = binding
         self.numerics = numerics
         self.memory = memory
@@ -55,6 +72,12 @@ class Machine:
             "scan": self._scan,
         }
 
+    def use(self, tape: Tape | None, again: bool) -> None:
+        """Records the next run on a tape, or (again) takes from the tape what is fixed; None does neither."""
+        self.tape = tape
+        self.record, self.again = None if again or tape is None else tape.add, again
+        self._next = iter(tape.items).__next__ if again and tape is not None else _nothing
+
     def scalars(self) -> Env:
         """The kernel's scalar arguments as values."""
         kernel = self.binding.kernel
@@ -65,29 +88,36 @@ class Machine:
 
     def run(self, region: RegionPlan, env: Env, batch: Batch) -> list[Tensor]:
         """Runs the region's ops; `env` holds its arguments and what it takes from outside. Returns what it yields."""
-        for step in region.steps:
+        again, special, record, at_home = self.again, self._special, self.record, self.device == _CPU
+        for step in region.again if again else region.steps:
             op = step.op
-            special = self._special.get(op.opcode)
-            if special is not None:
-                special(step, env, batch)
+            if again and step.fixed:
+                env[op.results[0]] = self._next()
+            elif step.call is not None:
+                if at_home:
+                    step.call(env)
+                else:
+                    env[op.results[0]] = self._pure(step, [env[v] for v in op.operands])
             else:
-                env[op.results[0]] = self._pure(op, [env[v] for v in op.operands])
-            for v in step.dead:
+                handler = special.get(op.opcode)
+                if handler is None:
+                    raise EvaluationError(f"the torch backend does not know the op {op.opcode!r}", where=op.loc)
+                handler(step, env, batch)
+            if record is not None and step.kept:
+                record(env[op.results[0]])
+            for v in step.dead_again if again else step.dead:
                 del env[v]
         out = [env[v] for v in region.region.yields]
         for v in region.own_yields:
             del env[v]
         return out
 
-    def _pure(self, op: Op, xs: list[Tensor]) -> Tensor:
-        f = ELEMENTWISE.get(op.opcode) or TILES.get(op.opcode)
-        if f is None:
-            raise EvaluationError(f"the torch backend does not know the op {op.opcode!r}", where=op.loc)
-        if self.device == _CPU:
-            return f(op, xs, self.numerics)
+    def _pure(self, step: Step, xs: list[Tensor]) -> Tensor:
+        """A pure op on another device than the CPU."""
+        assert step.compute is not None
         if any(x.device != _CPU for x in xs):
             xs = [x.to(self.device) for x in xs]
-        return self._at_home(f(op, xs, self.numerics), op.result)
+        return self._at_home(step.compute(*xs), step.op.result)
 
     def _at_home(self, x: Tensor, v: Value) -> Tensor:
         """Integer and bool scalars live on the host, everything else on the tensors' device."""
@@ -137,32 +167,97 @@ class Machine:
 
     def _load(self, step: Step, env: Env, batch: Batch) -> None:
         op = step.op
-        x = self.memory.load(op, [env[v] for v in op.operands], batch)
+        if self.again and step.located:
+            located = self._next()
+        else:
+            located = self.memory.locate_load(op, [env[v] for v in op.operands], batch)
+            if self.record is not None and step.located:
+                self.record(located)
+        x = self.memory.load(located)
         env[op.result] = x if self.device == _CPU else self._at_home(x, op.result)
 
     def _write(self, step: Step, env: Env, batch: Batch) -> None:
-        self.memory.write(step.op, [env[v] for v in step.op.operands], batch)
+        op = step.op
+        if self.again and step.located:
+            located = self._next()
+        else:
+            located = self.memory.locate_write(op, [env[v] for v in op.operands], batch)
+            if self.record is not None and step.located:
+                self.record(located)
+        self.memory.write(located, env[op.operands[op.attrs["value_slot"]]])
 
     def _when(self, step: Step, env: Env, batch: Batch) -> None:
-        holds = host(env[step.op.operands[0]]) != 0
-        if holds.all():
+        if self.again and step.located:
+            active = self._next()
+        else:
+            holds = host(env[step.op.operands[0]]) != 0
+            active = None if holds.all() else np.flatnonzero(holds)
+            if self.record is not None and step.located:
+                self.record(active)
+        if step.located:
+            self._run_for(step, env, batch, active)
+        else:
+            outcome = None if active is None else active.tobytes()
+            self._branch(outcome, lambda: self._run_for(step, env, batch, active))
+
+    def _run_for(self, step: Step, env: Env, batch: Batch, active: np.ndarray | None) -> None:
+        """Runs a region for some programs of the batch, None for all of them."""
+        if active is None:
             self.run(step.regions[0], env, batch)
-        elif holds.any():
-            active = np.flatnonzero(holds)
-            inner = {v: take(env[v], active) for v in step.free}
-            self.run(step.regions[0], inner, batch.subset(active))
+        elif active.size:
+            self.run(step.regions[0], self._taken(step, env, active), batch.subset(active))
+
+    def _taken(self, step: Step, env: Env, positions: np.ndarray | None = None) -> Env:
+        """What a step's region takes from outside, of some programs."""
+        free = step.free_again if self.again and step.located else step.free
+        return {v: env[v] if positions is None else take(env[v], positions) for v in free}
+
+    def _branch(self, outcome: Hashable, run: Callable[[], Any]) -> Any:
+        """Runs a region whose control data decide, by the tape of this outcome, or recording one."""
+        before = self.tape, self.record, self.again, self._next
+        if self.again:
+            branch = self._next()
+        elif self.record is not None and self.tape is not None:
+            branch = Branch(self.tape.budget)
+            self.record(branch)
+        else:
+            return run()
+        known = branch.tapes.get(outcome)
+        tape = Tape(branch.budget) if known is None else known
+        self.use(tape if known is not None or branch.budget.left else None, known is not None)
+        try:
+            result = run()
+        finally:
+            self.tape, self.record, self.again, self._next = before
+        if known is None and branch.budget.left:
+            branch.tapes[outcome] = tape
+        return result
 
     def _loop(self, step: Step, env: Env, batch: Batch) -> None:
         op = step.op
-        start, stop = host(env[op.operands[0]]), host(env[op.operands[1]])
-        trips = np.maximum(0, -(-(stop - start) // op.attrs["step"]))
-        carries = [env[v] for v in op.operands[2:]]
-        if (trips == trips[0]).all():
-            carries = self._iterate(step, env, batch, start, trips[:1], 0, int(trips[0]), carries)
+        if self.again and step.located:
+            start, trips = self._next()
         else:
-            carries = self._ragged_loop(step, env, batch, start, trips, carries)
+            start, stop = host(env[op.operands[0]]), host(env[op.operands[1]])
+            trips = np.maximum(0, -(-(stop - start) // op.attrs["step"]))
+            if self.record is not None and step.located:
+                self.record((start, trips))
+        carries = [env[v] for v in op.operands[2:]]
+        if step.located:
+            carries = self._turns(step, env, batch, start, trips, carries)
+        else:
+            outcome = (start.tobytes(), trips.tobytes())
+            carries = self._branch(outcome, lambda: self._turns(step, env, batch, start, trips, carries))
         for v, x in zip(op.results, carries, strict=True):
             env[v] = x
+
+    def _turns(
+        self, step: Step, env: Env, batch: Batch, start: np.ndarray, trips: np.ndarray, carries: list[Tensor]
+    ) -> list[Tensor]:
+        """All iterations of a loop."""
+        if (trips == trips[0]).all():
+            return self._iterate(step, env, batch, start, trips[:1], 0, int(trips[0]), carries)
+        return self._ragged_loop(step, env, batch, start, trips, carries)
 
     def _iterate(
         self,
@@ -179,8 +274,9 @@ class Machine:
         body = step.regions[0]
         stride, reverse = step.op.attrs["step"], step.op.attrs.get("reverse")
         for k in range(first, last):
-            index = start + ((trips - 1 - k) if reverse else k) * stride
-            env[body.region.args[0]] = torch.from_numpy(index.astype(np.int32))
+            if body.takes_index or not self.again:
+                index = start + ((trips - 1 - k) if reverse else k) * stride
+                env[body.region.args[0]] = torch.from_numpy(index.astype(np.int32))
             for v, x in zip(body.region.args[1:], carries, strict=True):
                 env[v] = x
             carries = self.run(body, env, batch)
@@ -193,7 +289,7 @@ class Machine:
         trips = np.broadcast_to(trips, (batch.size,))
         start = np.broadcast_to(start, (batch.size,)) if start.size > 1 else start
         results = [x.expand(batch.size, *x.shape[1:]).clone() for x in carries]
-        inner = {v: env[v] for v in step.free}
+        inner = self._taken(step, env)
         rest = np.arange(batch.size)  # the programs still running, as positions in the whole batch
         done = 0
         for count in np.unique(trips):

@@ -2,96 +2,41 @@
 
 A program whose whole access lies in bounds and is not masked takes the quick way, as one point with a window around it.
 The others (ragged edges, masked scatters, errors) are worked out element by element.
+
+An access is first located, which works out and checks everything that its indices say, and then carried out. Where the
+indices are the same in every launch, what was located is kept (see k3dsl.backends.torch.fixed).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from k3dsl.backends.torch.access import Access, Axis, Elements, Located, Windows
 from k3dsl.backends.torch.batch import Batch, host, take
 from k3dsl.backends.torch.binding import Binding, BoundTensor
 from k3dsl.backends.torch.dtypes import Numerics
-from k3dsl.backends.torch.places import ELEMENT, Gathered, Places, Window, places
+from k3dsl.backends.torch.places import ELEMENT, Gathered, Places, places
 from k3dsl.backends.torch.races import Races, program_name
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Op
 
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of an access: its index, and where its rows lie among the window's axes."""
-
-    number: int
-    kind: str
-    start: int | None
-    end: int | None
-    size: int
-    shape: tuple[int, ...]
-    window_axis: int
-    extent: int
-    stride: int
+KEPT, KEPT_BYTES = 32, 2**16
+"""How many places of one access are kept, and how large one of them may be."""
 
 
-class Access:
-    """What is the same for every execution of one memory op.
+Operands = list[Any]
+"""Of a memory op: integer scalars as int64 arrays on the host, [programs] or [1]; everything else as tensors."""
 
-    Tiles are brought to the layout [program, *joint axes of the index tiles, *window axes]; `to_tile` are the axes that
-    bring it back to the tile's own layout, or None when they are the same.
-    """
 
-    def __init__(self, op: Op, tensor: BoundTensor) -> None:
-        self.op = op
-        self.tensor = tensor
-        self.mask_slot: int | None = op.attrs.get("mask_slot")
-        self.axes: list[Axis] = []
-        self.joint: tuple[int, ...] = ()
-        shape: list[int] = []
-        strides: list[int] = []
-        before: int | None = None
-        for number, index in enumerate(op.index):
-            extent, stride = tensor.extents[number], tensor.strides[number]
-            rows = index.shape if index.kind in ("full", "span") else ()
-            size = prod(rows)
-            self.axes.append(Axis(number, index.kind, index.start, index.end, size, rows, len(shape), extent, stride))
-            shape.extend(rows)
-            strides.extend(prod(rows[k + 1 :]) * stride for k in range(len(rows)))
-            if index.kind == "tile" and before is None:
-                assert index.start is not None
-                before, self.joint = len(shape), op.operands[index.start].shape
-        self.window = Window(tuple(shape), tuple(strides))
-        self.points = prod(self.joint)
-        self.has_tiles = before is not None
-        self.to_tile: tuple[int, ...] | None = None
-        self.from_tile: tuple[int, ...] | None = None
-        if before:
-            j = len(self.joint)
-            self.to_tile = (
-                0,
-                *range(1 + j, 1 + j + before),
-                *range(1, 1 + j),
-                *range(1 + j + before, 1 + j + len(shape)),
-            )
-            self.from_tile = tuple(int(i) for i in np.argsort(self.to_tile))
-
-    def canonical(self, tile: Tensor) -> Tensor:
-        return tile if self.from_tile is None else tile.permute(self.from_tile)
-
-    def row_view(self, axis: Axis, rows: Tensor) -> Tensor:
-        """Something per program and row of an axis, shaped to broadcast over [program, *joint, *window]."""
-        shape = [1] * (len(self.joint) + len(self.window.shape))
-        k = len(self.joint) + axis.window_axis
-        shape[k : k + len(axis.shape)] = axis.shape
-        return rows.reshape(-1, *shape)
-
-    def point_view(self, values: Tensor) -> Tensor:
-        """Something per program, or per program and point, shaped to broadcast over [program, *joint, *window]."""
-        inner = values.shape[1:] or (1,) * len(self.joint)
-        return values.reshape(values.shape[0], *inner, *(1,) * len(self.window.shape))
+def _take(x: Any, positions: np.ndarray) -> Any:
+    if isinstance(x, np.ndarray):
+        return x if x.size == 1 else x[positions]
+    return take(x, positions)
 
 
 def _every(x: Tensor) -> np.ndarray:
@@ -100,14 +45,27 @@ def _every(x: Tensor) -> np.ndarray:
 
 
 class Memory:
-    """The memory operations of one launch."""
+    """The memory operations of one launch.
 
-    def __init__(self, binding: Binding, numerics: Numerics, check: bool) -> None:
+    kinds: see races.access_kinds; None looks for no conflicts. accesses: kept by whoever runs launches of the same layout one
+    after the other. settled: tensors whose accesses were found free of conflicts in an earlier launch of this layout, and are
+    the same in this one.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        numerics: Numerics,
+        kinds: Mapping[str, set[str]] | None,
+        accesses: dict[int, Access] | None = None,
+        settled: frozenset[str] = frozenset(),
+    ) -> None:
         self.binding = binding
         self.numerics = numerics
         self.device = binding.device
-        self.races = Races(binding) if check else None
-        self._accesses: dict[int, Access] = {}
+        self.races = Races(binding, kinds) if kinds is not None and not settled.issuperset(kinds) else None
+        self.settled = settled
+        self._accesses: dict[int, Access] = {} if accesses is None else accesses
 
     def _access(self, op: Op) -> Access:
         access = self._accesses.get(id(op))
@@ -115,39 +73,132 @@ class Memory:
             access = self._accesses[id(op)] = Access(op, self.binding.tensors[op.attrs["tensor"]])
         return access
 
-    def load(self, op: Op, xs: list[Tensor], batch: Batch) -> Tensor:
+    def _tracked(self, access: Access) -> bool:
+        """Whether conflicts of this access are looked for."""
+        return self.races is not None and access.name not in self.settled and self.races.tracks(access.name)
+
+    def locate_load(self, op: Op, xs: list[Tensor], batch: Batch) -> Located:
+        """Where a load reads. Raises EvaluationError for an element out of bounds that is not masked."""
         access = self._access(op)
-        tracked = self.races is not None and not access.tensor.frozen and self.races.tracks(access.tensor.name)
-        fit = self._fit(access, xs, batch.size, unmasked=tracked)
+        tracked = not self.binding.tensors[access.name].frozen and self._tracked(access)
+        return self._located(access, xs, batch, tracked, load=True)
+
+    def locate_write(self, op: Op, xs: list[Tensor], batch: Batch) -> Located:
+        """Where a store or an atomic addition writes. Raises EvaluationError as `locate_load`."""
+        access = self._access(op)
+        return self._located(access, xs, batch, self._tracked(access), load=False)
+
+    def _located(self, access: Access, xs: list[Tensor], batch: Batch, tracked: bool, load: bool) -> Located:
+        """Works out an access, or takes it from an earlier one with the same scalars by the same programs."""
+        at: Operands = [host(x) if n in access.scalars else x for n, x in enumerate(xs)]
+        key: Hashable = None
+        if access.plain:
+            key = (tracked, batch.ids.tobytes(), *[at[n].tobytes() for n in access.scalars])
+            known = access.located.get(key)
+            if known is not None:
+                return known
+        fit = self._fit(access, at, batch.size, unmasked=tracked or not load)
+        parts = self._parts(access, at, batch, fit, tracked, load)
+        located = Located(access, batch.size, parts, self._other(access) if load else None)
+        if key is not None and located.nbytes() <= KEPT_BYTES:
+            access.located[key] = located
+            if len(access.located) > KEPT:
+                access.located.popitem(last=False)
+        return located
+
+    def _parts(
+        self, access: Access, xs: Operands, batch: Batch, fit: np.ndarray | None, tracked: bool, load: bool
+    ) -> tuple[Windows | Elements, ...]:
         if fit is None:
-            out = self._load_windows(access, xs, batch, tracked)
-        elif not fit.any():
-            out = self._load_elements(access, xs, batch, tracked)
+            return (self._windows(access, xs, None, batch, tracked, load),)
+        if not fit.any():
+            return (self._elements(access, xs, None, batch, tracked),)
+        parts: list[Windows | Elements] = []
+        for kind, rows in ((self._windows, np.flatnonzero(fit)), (self._elements, np.flatnonzero(~fit))):
+            if rows.size:
+                some, inner = [_take(x, rows) for x in xs], batch.subset(rows)
+                index = torch.from_numpy(rows).to(self.device)
+                if kind == self._windows:
+                    parts.append(self._windows(access, some, index, inner, tracked, load))
+                else:
+                    parts.append(self._elements(access, some, index, inner, tracked))
+        return tuple(parts)
+
+    def _windows(
+        self, access: Access, xs: Operands, rows: Tensor | None, batch: Batch, tracked: bool, load: bool
+    ) -> Windows:
+        frozen = self.binding.tensors[access.name].frozen
+        every = batch.size if tracked or not load else None
+        where = self._places(access, xs, every, view=not load or (frozen and not tracked))
+        valid = self._valid(access, xs, whole=False) if load else None
+        tags = batch.tags(self.device).repeat_interleave(access.points) if tracked else None
+        return Windows(rows, batch.size, where, valid, tags)
+
+    def load(self, located: Located) -> Tensor:
+        """The tile that a load gives."""
+        access = located.access
+        tensor = self.binding.tensors[access.name]
+        tracked = not tensor.frozen and self._tracked(access)
+        if len(located.parts) == 1:
+            out = self._read(located, located.parts[0], tensor, tracked)
         else:
-            yes, no = np.flatnonzero(fit), np.flatnonzero(~fit)
-            a = self._load_windows(access, [take(x, yes) for x in xs], batch.subset(yes), tracked)
-            b = self._load_elements(access, [take(x, no) for x in xs], batch.subset(no), tracked)
-            out = torch.empty((batch.size, *a.shape[1:]), dtype=a.dtype, device=a.device)
-            out[torch.from_numpy(yes).to(a.device)] = a
-            out[torch.from_numpy(no).to(a.device)] = b
+            tiles = [self._read(located, part, tensor, tracked) for part in located.parts]
+            out = torch.empty((located.size, *tiles[0].shape[1:]), dtype=tiles[0].dtype, device=self.device)
+            for part, tile in zip(located.parts, tiles, strict=True):
+                assert part.rows is not None
+                out[part.rows] = tile
         return out if access.to_tile is None else out.permute(access.to_tile)
 
-    def write(self, op: Op, xs: list[Tensor], batch: Batch) -> None:
-        """A store or an atomic addition."""
-        access = self._access(op)
-        fit = self._fit(access, xs, batch.size, unmasked=True)
-        if fit is None:
-            self._write_windows(access, xs, batch)
-            return
-        yes, no = np.flatnonzero(fit), np.flatnonzero(~fit)
-        if yes.size:
-            self._write_windows(access, [take(x, yes) for x in xs], batch.subset(yes))
-        if no.size:
-            self._write_elements(access, [take(x, no) for x in xs], batch.subset(no))
+    def _read(self, located: Located, part: Windows | Elements, tensor: BoundTensor, tracked: bool) -> Tensor:
+        access, other = located.access, located.other
+        assert other is not None
+        if tracked:
+            self._visit(access, part, tensor)
+        if isinstance(part, Elements):
+            if part.where is None:
+                return other.expand(part.shape)
+            raw = tensor.flat.index_select(0, part.offsets).view(part.shape)
+            return torch.where(part.valid, self.numerics.loaded(raw, tensor.param.dtype), other)
+        raw = part.where.tile(tensor.flat, access.joint)
+        x = self.numerics.loaded(raw, tensor.param.dtype)
+        if part.where.is_view and not tensor.frozen and x.data_ptr() == raw.data_ptr():
+            x = x.clone()
+        return x if part.valid is None else torch.where(part.valid, x, other)
 
-    def _fit(self, access: Access, xs: list[Tensor], size: int, unmasked: bool) -> np.ndarray | None:
-        """The programs whose whole access lies in bounds (and is not masked, if asked for); None for all of them."""
+    def write(self, located: Located, value: Tensor) -> None:
+        """Carries out a store or an atomic addition of a tile."""
+        access = located.access
+        tensor, tracked = self.binding.tensors[access.name], self._tracked(access)
+        value = access.canonical(value).to(self.device)
+        value = self.numerics.stored(value, tensor.param.dtype)
+        for part in located.parts:
+            if isinstance(part, Elements) and part.where is None:
+                continue
+            if tracked:
+                self._visit(access, part, tensor)
+            own = value if part.rows is None or value.shape[0] == 1 else value.index_select(0, part.rows)
+            own = own.expand(part.size, *own.shape[1:])
+            assert part.where is not None
+            own = own[part.valid] if isinstance(part, Elements) else own.reshape(-1, *access.window.merged_shape)
+            if access.op.opcode == "store":
+                part.where.write(tensor.flat, own)
+            else:
+                part.where.add(tensor.flat, own)
+
+    def _visit(self, access: Access, part: Windows | Elements, tensor: BoundTensor) -> None:
+        if part.where is not None:
+            assert self.races is not None
+            assert part.tags is not None
+            self.races.visit(access.op, tensor, part.where, part.tags, access.has_tiles)
+
+    def _fit(self, access: Access, xs: Operands, size: int, unmasked: bool) -> np.ndarray | None:
+        """The programs that may take the quick way; None for all of them.
+
+        unmasked: their whole access must lie in bounds and not be masked. Else what is not past a span's end must lie in
+        bounds, and the rest anywhere in the tensor: it is read and not used.
+        """
         fit: np.ndarray | None = None
+        beyond = False
         for axis in access.axes:
             if axis.kind == "full":
                 continue
@@ -158,13 +209,24 @@ class Memory:
                     continue
                 ok = _every((x >= 0) & (x < axis.extent))
             else:
-                start = host(x)
-                limit: int | np.ndarray = axis.extent
-                if unmasked and axis.end is not None:
-                    limit = np.minimum(limit, host(xs[axis.end]))
-                ok = (start >= 0) & (start + axis.size <= limit)
+                start = x
+                if (axis.end is None or not unmasked) and start.min() >= 0 and start.max() + axis.size <= axis.extent:
+                    continue
+                stop = start + axis.size
+                ok = stop <= axis.extent
+                if axis.end is not None:
+                    end = xs[axis.end]
+                    if unmasked:
+                        ok = ok & (stop <= end)
+                    elif not ok.all():
+                        beyond, ok = True, ok | (end <= axis.extent)
+                ok = ok & (start >= 0)
             if not ok.all():
                 fit = ok if fit is None else fit & ok
+        if beyond:
+            inside = self._last(access, xs) < self.binding.tensors[access.name].flat.numel()
+            if not inside.all():
+                fit = inside if fit is None else fit & inside
         if unmasked and access.mask_slot is not None:
             mask = xs[access.mask_slot]
             if not bool(mask.all()):
@@ -172,9 +234,19 @@ class Memory:
                 fit = ok if fit is None else fit & ok
         return None if fit is None else np.broadcast_to(fit, (size,))
 
+    def _last(self, access: Access, xs: Operands) -> np.ndarray:
+        """The offset of the last element that each program's whole access would touch."""
+        last = np.full(1, access.window.last, dtype=np.int64)
+        for axis in access.axes:
+            if axis.start is not None:
+                x = xs[axis.start]
+                start = host(x.reshape(x.shape[0], -1).amax(1)) if axis.kind == "tile" else x
+                last = last + start * axis.stride
+        return last
+
     # The quick way: windows around points.
 
-    def _places(self, access: Access, xs: list[Tensor], size: int | None, view: bool) -> Places:
+    def _places(self, access: Access, xs: Operands, size: int | None, view: bool) -> Places:
         """The points of every program; `size` repeats what is the same for all programs, None leaves it single."""
         base = np.zeros(1, dtype=np.int64)
         gathered: Tensor | None = None
@@ -186,7 +258,7 @@ class Memory:
                 term = x.to(torch.int64) * axis.stride
                 gathered = term if gathered is None else gathered + term
             else:
-                base = base + host(x) * axis.stride
+                base = base + x * axis.stride
         if gathered is not None:
             offsets = gathered + torch.from_numpy(base).to(gathered.device).view(-1, *(1,) * len(access.joint))
             if size is not None:
@@ -196,46 +268,14 @@ class Memory:
             base = np.broadcast_to(base, (size,)).copy()
         return places(access.window, base, self.device, view)
 
-    def _load_windows(self, access: Access, xs: list[Tensor], batch: Batch, tracked: bool) -> Tensor:
-        tensor = access.tensor
-        if tracked:
-            where = self._places(access, xs, batch.size, view=False)
-            assert self.races is not None
-            self.races.visit(access.op, tensor, where, self._tags(access, batch), access.has_tiles)
-        else:
-            where = self._places(access, xs, None, view=tensor.frozen)
-        raw = where.read(tensor.flat)
-        x = self.numerics.loaded(raw, tensor.param.dtype)
-        if where.is_view and not tensor.frozen and x.data_ptr() == raw.data_ptr():
-            x = x.clone()
-        x = x.reshape(-1, *access.joint, *access.window.shape)
-        valid = self._valid(access, xs, whole=False)
-        return x if valid is None else torch.where(valid, x, self._other(access))
-
-    def _write_windows(self, access: Access, xs: list[Tensor], batch: Batch) -> None:
-        tensor, window = access.tensor, access.window
-        where = self._places(access, xs, batch.size, view=True)
-        if self.races is not None and self.races.tracks(tensor.name):
-            self.races.visit(access.op, tensor, where, self._tags(access, batch), access.has_tiles)
-        value = self._value(access, xs, batch.size).reshape(-1, *window.merged_shape)
-        if access.op.opcode == "store":
-            where.write(tensor.flat, value)
-        else:
-            where.add(tensor.flat, value)
-
-    def _value(self, access: Access, xs: list[Tensor], size: int) -> Tensor:
-        value = access.canonical(xs[access.op.attrs["value_slot"]]).to(self.device)
-        return self.numerics.stored(value, access.tensor.param.dtype).expand(size, *value.shape[1:])
-
-    def _tags(self, access: Access, batch: Batch) -> Tensor:
-        return batch.tags(self.device).repeat_interleave(access.points)
-
     def _other(self, access: Access) -> Tensor:
-        dtype = access.op.result.dtype
-        value = access.op.attrs.get("other", 0)
-        return torch.tensor(value, dtype=torch.float64).to(self.numerics.held(dtype)).to(self.device)
+        if self.device not in access.other:
+            dtype = access.op.result.dtype
+            value = torch.tensor(access.op.attrs.get("other", 0), dtype=torch.float64)
+            access.other[self.device] = value.to(self.numerics.held(dtype)).to(self.device)
+        return access.other[self.device]
 
-    def _valid(self, access: Access, xs: list[Tensor], whole: bool) -> Tensor | None:
+    def _valid(self, access: Access, xs: Operands, whole: bool) -> Tensor | None:
         """Which elements are not masked, broadcastable over [program, *joint, *window]; None when all are.
 
         whole: do not look for the case that a span lies before its end altogether.
@@ -245,7 +285,7 @@ class Memory:
             if axis.end is None:
                 continue
             assert axis.start is not None
-            start, end = host(xs[axis.start]), host(xs[axis.end])
+            start, end = xs[axis.start], xs[axis.end]
             if not whole and (start + axis.size <= end).all():
                 continue
             rows = (start[:, None] + np.arange(axis.size)) < end[:, None]
@@ -258,8 +298,8 @@ class Memory:
 
     # Element by element.
 
-    def _elements(self, access: Access, xs: list[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """(offsets, valid) of every element; an offset that is not valid is one of some element in bounds.
+    def _elements(self, access: Access, xs: Operands, rows: Tensor | None, batch: Batch, tracked: bool) -> Elements:
+        """Every element of the batch.
 
         Raises EvaluationError for an element that is out of bounds and not masked.
         """
@@ -275,13 +315,21 @@ class Memory:
                 if bool(bad.any()):
                     self._out_of_bounds(access, axis, index.expand(shape), bad, batch)
             offsets = offsets + index.clamp(0, max(axis.extent - 1, 0)) * axis.stride
-        return offsets.expand(shape), valid
+        offsets = offsets.expand(shape)
+        if not bool(valid.any()):
+            return Elements(rows, batch.size, offsets.shape, offsets.reshape(-1), valid, None, None)
+        tags = None
+        if tracked:
+            tags = batch.tags(self.device).view(-1, *(1,) * (offsets.dim() - 1)).expand(offsets.shape)[valid]
+        where = Gathered(ELEMENT, offsets[valid])
+        return Elements(rows, batch.size, offsets.shape, offsets.reshape(-1), valid, where, tags)
 
-    def _index(self, access: Access, axis: Axis, xs: list[Tensor]) -> Tensor:
+    def _index(self, access: Access, axis: Axis, xs: Operands) -> Tensor:
         """The tensor index along an axis, broadcastable over [program, *joint, *window], int64."""
         if axis.start is None:
             return access.row_view(axis, torch.arange(axis.size, device=self.device))
-        x = xs[axis.start].to(self.device, torch.int64)
+        x = xs[axis.start]
+        x = (torch.from_numpy(x) if axis.kind != "tile" else x).to(self.device, torch.int64)
         if axis.kind == "span":
             return access.row_view(axis, x[:, None] + torch.arange(axis.size, device=self.device))
         return access.point_view(x)
@@ -289,7 +337,7 @@ class Memory:
     def _out_of_bounds(self, access: Access, axis: Axis, index: Tensor, bad: Tensor, batch: Batch) -> None:
         first = tuple(int(i) for i in bad.expand(index.shape).nonzero()[0])
         program = program_name(int(batch.ids[first[0]]), self.binding.grid)
-        name, op = access.tensor.name, access.op
+        name, op = access.name, access.op
         hint = {
             "span": "end the span where the tensor ends, span(start, size, end=...)",
             "tile": "mask the elements that do not exist, mask=...",
@@ -300,33 +348,3 @@ class Memory:
             where=op.loc,
             fix=hint,
         )
-
-    def _load_elements(self, access: Access, xs: list[Tensor], batch: Batch, tracked: bool) -> Tensor:
-        tensor = access.tensor
-        offsets, valid = self._elements(access, xs, batch)
-        if not bool(valid.any()):
-            return self._other(access).expand(offsets.shape)
-        if tracked:
-            self._visit_elements(access, offsets, valid, batch)
-        raw = tensor.flat.index_select(0, offsets.reshape(-1)).view(offsets.shape)
-        return torch.where(valid, self.numerics.loaded(raw, tensor.param.dtype), self._other(access))
-
-    def _write_elements(self, access: Access, xs: list[Tensor], batch: Batch) -> None:
-        tensor = access.tensor
-        offsets, valid = self._elements(access, xs, batch)
-        if not bool(valid.any()):
-            return
-        if self.races is not None and self.races.tracks(tensor.name):
-            self._visit_elements(access, offsets, valid, batch)
-        where = Gathered(ELEMENT, offsets[valid])
-        value = self._value(access, xs, batch.size)[valid]
-        if access.op.opcode == "store":
-            where.write(tensor.flat, value)
-        else:
-            where.add(tensor.flat, value)
-
-    def _visit_elements(self, access: Access, offsets: Tensor, valid: Tensor, batch: Batch) -> None:
-        assert self.races is not None
-        tags = batch.tags(self.device).view(-1, *(1,) * (offsets.dim() - 1)).expand(offsets.shape)
-        where = Gathered(ELEMENT, offsets[valid])
-        self.races.visit(access.op, access.tensor, where, tags[valid], access.has_tiles)

@@ -61,6 +61,12 @@ class Strided:
     def read(self, flat: Tensor) -> Tensor:
         return self._view(flat)
 
+    def tile(self, flat: Tensor, joint: tuple[int, ...]) -> Tensor:
+        """What is read, [program, *joint, *window]."""
+        w = self.window
+        tile = flat.as_strided((self.count, *w.shape), (self.step, *w.strides), flat.storage_offset() + self.offset)
+        return tile.reshape(-1, *joint, *w.shape) if joint else tile
+
     def write(self, flat: Tensor, values: Tensor) -> None:
         self._view(flat).copy_(values)
 
@@ -93,6 +99,10 @@ class Gathered:
 
     def read(self, flat: Tensor) -> Tensor:
         return self._windows(flat).index_select(0, self.points)
+
+    def tile(self, flat: Tensor, joint: tuple[int, ...]) -> Tensor:
+        """What is read, [program, *joint, *window]."""
+        return self.read(flat).reshape(-1, *joint, *self.window.shape)
 
     def write(self, flat: Tensor, values: Tensor) -> None:
         self._windows(flat).index_copy_(0, self.points, values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from k3dsl.ir.graph import Op, Region, Value
 
@@ -11,21 +13,40 @@ _INDEX_BYTES = 8
 
 @dataclass
 class Step:
-    """An op of a region. `dead`: values that are not used after it. `free`: values that its regions take from outside."""
+    """An op of a region. `dead`: values that are not used after it. `free`: values that its regions take from outside.
+
+    compute: a pure op on its operands; call: on an environment. The rest is filled in by k3dsl.backends.torch.fixed. fixed:
+    its result is the same in every launch of a layout; kept: and something not fixed takes it. located: the same for where a
+    memory op leads, how often a loop runs, for which programs a condition holds; settled: and it comes to pass in every
+    launch. dead_again, free_again: dead and free in a launch that skips what is fixed.
+    """
 
     op: Op
     regions: list[RegionPlan]
     free: list[Value]
     dead: list[Value]
+    compute: Callable[..., Any] | None = None
+    call: Callable[[dict[Value, Any]], None] | None = None
+    fixed: bool = False
+    kept: bool = False
+    located: bool = False
+    settled: bool = False
+    dead_again: list[Value] = field(default_factory=list)
+    free_again: list[Value] = field(default_factory=list)
 
 
 @dataclass
 class RegionPlan:
-    """A region, op by op. `own_yields`: the yielded values that were made inside."""
+    """A region, op by op. `own_yields`: the yielded values that were made inside.
+
+    again: the steps of a launch that skips what is fixed. takes_index: whether its first argument is used in such a launch.
+    """
 
     region: Region
     steps: list[Step]
     own_yields: list[Value]
+    again: list[Step] = field(default_factory=list)
+    takes_index: bool = True
 
 
 def plan(region: Region) -> RegionPlan:

@@ -5,6 +5,7 @@ For each tensor and each kind of access there is a map: for every element, the p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from k3dsl.backends.torch.binding import Binding, BoundTensor
 from k3dsl.backends.torch.places import Places
 from k3dsl.errors import EvaluationError
-from k3dsl.ir.graph import MEMORY_OPS, Op, walk
+from k3dsl.ir.graph import MEMORY_OPS, Kernel, Op, walk
 
 NOBODY = -1
 MANY = 2**31 - 1  # several programs; only reads and atomic additions may have this
@@ -29,15 +30,21 @@ _CONFLICTS = {
 }
 
 
+def access_kinds(kernel: Kernel) -> dict[str, set[str]]:
+    """In which ways a kernel accesses each of its tensors: opcodes by name."""
+    kinds: dict[str, set[str]] = {}
+    for op in walk(kernel.body):
+        if op.opcode in MEMORY_OPS:
+            kinds.setdefault(op.attrs["tensor"], set()).add(op.opcode)
+    return kinds
+
+
 class Races:
     """The maps of one launch. Every method takes one access: its places, and the program of each point."""
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: Binding, kinds: Mapping[str, set[str]]) -> None:
         self.binding = binding
-        self.kinds: dict[str, set[str]] = {}
-        for op in walk(binding.kernel.body):
-            if op.opcode in MEMORY_OPS:
-                self.kinds.setdefault(op.attrs["tensor"], set()).add(op.opcode)
+        self.kinds = kinds
         self.maps: dict[tuple[str, str], Tensor] = {}
 
     def tracks(self, name: str) -> bool:

@@ -8,28 +8,39 @@ import torch
 from torch import Tensor
 
 from k3dsl.backends.torch.dtypes import Numerics, round_tf32, to_torch
-from k3dsl.backends.torch.elementwise import Evaluate
+from k3dsl.backends.torch.elementwise import Compute, Maker
 from k3dsl.ir.graph import Op
+from k3dsl.ir.opset import MXFP4_GROUP
 from k3dsl.ir.types import DType, bf16, f16
 
-
-def _broadcast(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    x, shape = xs[0], op.result.shape
-    if x.dim() == 1:
-        x = x.reshape(-1, *(1,) * len(shape))
-    return x.expand(x.shape[0], *shape)
+Evaluate = Callable[[Op, list[Tensor], Numerics], Tensor]
 
 
-def _reshape(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    return xs[0].reshape(xs[0].shape[0], *op.result.shape)
+def _broadcast(op: Op, numerics: Numerics) -> Compute:
+    shape = op.result.shape
+    ones = (1,) * len(shape)
+
+    def compute(x: Tensor) -> Tensor:
+        if x.dim() == 1:
+            x = x.reshape(-1, *ones)
+        return x.expand(x.shape[0], *shape)
+
+    return compute
 
 
-def _permute(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    return xs[0].permute(0, *(a + 1 for a in op.attrs["axes"]))
+def _reshape(op: Op, numerics: Numerics) -> Compute:
+    shape = op.result.shape
+    return lambda x: x.reshape(x.shape[0], *shape)
 
 
-def _select(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    return xs[0].select(op.attrs["axis"] + 1, op.attrs["position"]).reshape(xs[0].shape[0], *op.result.shape)
+def _permute(op: Op, numerics: Numerics) -> Compute:
+    axes = (0, *(a + 1 for a in op.attrs["axes"]))
+    return lambda x: x.permute(axes)
+
+
+def _select(op: Op, numerics: Numerics) -> Compute:
+    axis, position, shape = op.attrs["axis"] + 1, op.attrs["position"], op.result.shape
+    return lambda x: x.select(axis, position).reshape(x.shape[0], *shape)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -85,31 +96,41 @@ def _argreduce(best: Callable[[Tensor, int, bool], Tensor]) -> Evaluate:
 _NARROW: dict[str, DType] = {"bf16": bf16, "fp16": f16}
 
 
-def _factor(x: Tensor, precision: str, numerics: Numerics) -> Tensor:
-    """A dot's operand in the dtype that is multiplied, which makes every product exact or correctly rounded."""
-    if numerics.exact or x.dtype == torch.float64:
-        return x
-    if precision in _NARROW:
-        x = x.to(to_torch(_NARROW[precision]))
-    x = x.float()
-    return round_tf32(x) if precision == "tf32" else x
+def _factor(dtype: DType, precision: str, numerics: Numerics) -> Compute | None:
+    """Brings a dot's operand to the dtype that is multiplied, which makes every product exact or correctly rounded; None
+    where it has that."""
+    held = numerics.held(dtype)
+    if numerics.exact or held == torch.float64:
+        return None
+    narrow = to_torch(_NARROW[precision]) if precision in _NARROW else None
+    if precision == "tf32":
+        return lambda x: round_tf32(x.float())
+    if narrow is not None and narrow != held:
+        return lambda x: x.to(narrow).float()
+    return None if held == torch.float32 else torch.Tensor.float
 
 
-def _dot(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
+def _dot(op: Op, numerics: Numerics) -> Compute:
     precision = op.attrs["precision"]
-    a, b = (_factor(x, precision, numerics) for x in xs[:2])
-    if len(xs) == 3 and a.dim() == 3 and a.shape[0] == b.shape[0] == xs[2].shape[0] > 1:
-        return torch.baddbmm(xs[2], a, b)
-    lead = max(a.shape[0], b.shape[0])
-    # torch folds a batch into rows when the other operand has no batch axis
-    if a.shape[0] == 1:
-        a = a[0]
-    if b.shape[0] == 1:
-        b = b[0]
-    out = torch.matmul(a, b)
-    if lead == 1:
-        out = out[None]
-    return out + xs[2] if len(xs) == 3 else out
+    left, right = (_factor(v.dtype, precision, numerics) for v in op.operands[:2])
+
+    def compute(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
+        a = a if left is None else left(a)
+        b = b if right is None else right(b)
+        if acc is not None and a.dim() == 3 and a.shape[0] == b.shape[0] == acc.shape[0] > 1:
+            return torch.baddbmm(acc, a, b)
+        lead = max(a.shape[0], b.shape[0])
+        # torch folds a batch into rows when the other operand has no batch axis
+        if a.shape[0] == 1:
+            a = a[0]
+        if b.shape[0] == 1:
+            b = b[0]
+        out = torch.matmul(a, b)
+        if lead == 1:
+            out = out[None]
+        return out if acc is None else out + acc
+
+    return compute
 
 
 def _unit_lower_inverse(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
@@ -120,13 +141,32 @@ def _unit_lower_inverse(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
     return numerics.settle(inverse, op.result.dtype)
 
 
-TILES: dict[str, Evaluate] = {
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _dequantize_mxfp4(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
+    packed, scale = xs
+    lead = max(packed.shape[0], scale.shape[0])
+    codes = torch.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], *op.result.shape)
+    table = torch.tensor(_E2M1 + tuple(-x for x in _E2M1), dtype=torch.float64, device=packed.device)
+    power = torch.exp2(scale.to(torch.float64) - 127)
+    power = torch.where(scale == 255, torch.nan, power).repeat_interleave(MXFP4_GROUP, -1)
+    return numerics.settle((table[codes.long()] * power).expand(lead, *op.result.shape), op.result.dtype)
+
+
+def _each_time(f: Evaluate) -> Maker:
+    """For ops that are rare or heavy: their attributes are looked at every time."""
+    return lambda op, numerics: lambda *xs: f(op, list(xs), numerics)
+
+
+TILES: dict[str, Maker] = {
     "broadcast": _broadcast,
     "reshape": _reshape,
     "permute": _permute,
     "select": _select,
-    "argmax": _argreduce(_REDUCE["max"]),
-    "argmin": _argreduce(_REDUCE["min"]),
+    "argmax": _each_time(_argreduce(_REDUCE["max"])),
+    "argmin": _each_time(_argreduce(_REDUCE["min"])),
+    "dequantize_mxfp4": _each_time(_dequantize_mxfp4),
     "dot": _dot,
-    "unit_lower_inverse": _unit_lower_inverse,
+    "unit_lower_inverse": _each_time(_unit_lower_inverse),
 }

@@ -112,24 +112,26 @@ class AccessPrinter:
 
         (chunk * H + head) * 4096 keeps its inner part in 32 bits where that provably suffices, and multiplies in 64 once.
         """
-        terms: list[tuple[str, Expr, Expr]] = []
+        terms: list[tuple[str, Expr, Expr, bool]] = []
         for axis, stride in zip(self.axes, self.tensor.stride_exprs(), strict=True):
             index = axis.index
             if index.kind not in ("scalar", "span") or index.start is None:
                 continue
             position = affine(self.op.operands[index.start], self.kernel)
             if position.constant != 0:
-                terms.append((self.text(index.start), position, stride))
+                # a position of 32 bits is right as it is, whatever is known of it; products of it may not be
+                wide_position = self.op.operands[index.start].dtype.bits > 32
+                terms.append((self.text(index.start), position, stride, wide_position))
         parts: list[_Term] = []
         text, value, unit, wide = "", Expr.of(0), Expr.of(1), False
-        for number, (name, position, stride) in enumerate(terms):
+        for number, (name, position, stride, wide_position) in enumerate(terms):
             known = position.constant
             piece = str(known) if known is not None else atom(name)
             ratio = _quotient(unit, stride) if number else None
             if ratio is None:
                 if number:
                     parts.append(_Term(_scaled(text, value, unit, wide), value * unit, wide))
-                text, value, wide = piece, position, exceeds(position)
+                text, value, wide = piece, position, wide_position
             else:
                 left = atom(text)
                 if not wide and exceeds(value * ratio + position):

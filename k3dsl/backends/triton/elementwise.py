@@ -94,6 +94,37 @@ def _exp2_neg(x):
         "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }", "=f,f", [x],
         dtype=tl.float32, is_pure=True, pack=1)
 """,
+    "_e2m1": """
+@triton.jit
+def _e2m1(packed):
+    # as the bits of an fp16 number a code is 2^14 times too small: one exponent and one mantissa bit of it are the code's
+    low = ((packed & 7).to(tl.int16) << 9) | ((packed & 8).to(tl.int16) << 12)
+    high = ((packed & 112).to(tl.int16) << 5) | ((packed & 128).to(tl.int16) << 8)
+    return (low.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0,
+            high.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0)
+""",
+    "_e2m1_bf16": """
+@triton.jit
+def _e2m1_bf16(packed):
+    # four bytes at a time: prmt takes 4 codes as places in a table, once for the upper and once for the lower bytes of bf16
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 m, n, p, q, r, s, t, u;"
+        " and.b32 m, $4, 0x77777777; shr.b32 n, m, 16;"
+        " prmt.b32 p, 0x3f3f3f00, 0x40404040, m; prmt.b32 q, 0xc0800000, 0xc0804000, m;"
+        " prmt.b32 r, 0x3f3f3f00, 0x40404040, n; prmt.b32 s, 0xc0800000, 0xc0804000, n;"
+        " prmt.b32 t, $4, 0, 0x1404; prmt.b32 u, $4, 0, 0x3424;"
+        " prmt.b32 m, q, p, 0x6240; prmt.b32 n, q, p, 0x7351;"
+        " lop3.b32 $2, t, 0x80008000, n, 0xea; shl.b32 t, t, 4; lop3.b32 $0, t, 0x80008000, m, 0xea;"
+        " prmt.b32 m, s, r, 0x6240; prmt.b32 n, s, r, 0x7351;"
+        " lop3.b32 $3, u, 0x80008000, n, 0xea; shl.b32 u, u, 4; lop3.b32 $1, u, 0x80008000, m, 0xea; }",
+        "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+""",
+    "_e8m0": """
+@triton.jit
+def _e8m0(scale):
+    bits = tl.where(scale == 0, 0x400000, tl.where(scale == 255, 0x7FC00000, scale.to(tl.int32) << 23))
+    return bits.to(tl.float32, bitcast=True)
+""",
     "_max": """
 @triton.jit
 def _max(a, b):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k3dsl.backends.base import Reason
+from k3dsl.backends.triton import shared
 from k3dsl.backends.triton.access import AccessPrinter
 from k3dsl.backends.triton.printer import RESERVED
 from k3dsl.backends.triton.schedule import TritonSchedule
@@ -39,6 +40,7 @@ def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reas
             Reason("threads", f"{schedule.num_warps} warps of {target.warp_size} exceed {limit} threads a program")
         )
     reasons += _names(kernel)
+    reasons += shared.reasons(kernel, schedule, target)
     if target.vendor == "nvidia" and isinstance(target.arch, int) and target.arch < 89:
         used = {t.dtype for t in kernel.tensors} | {v.dtype for op in walk(kernel.body) for v in op.results}
         if f8e4m3 in used:

@@ -7,7 +7,7 @@ from k3dsl.backends.printing import arguments
 from k3dsl.backends.triton.legality import check
 from k3dsl.backends.triton.printer import Printer
 from k3dsl.backends.triton.schedule import TritonSchedule
-from k3dsl.errors import LegalityError
+from k3dsl.errors import LegalityError, ResourceError
 from k3dsl.ir.copying import copy_kernel
 from k3dsl.ir.graph import Kernel, walk
 from k3dsl.ir.identity import kernel_hash
@@ -20,11 +20,13 @@ def lower(kernel: Kernel, schedule: TritonSchedule, target: Target, *, portable:
     """Prints a kernel as a Triton module.
 
     portable: no inline PTX, so that Triton's interpreter can run the text.
-    Raises LegalityError with every reason when the kernel, schedule and target do not go together.
+    Raises LegalityError with every reason when the kernel, schedule and target do not go together, ResourceError when all
+    that is missing is shared memory.
     """
     reasons = check(kernel, schedule, target)
     if reasons:
-        raise LegalityError(
+        error = ResourceError if all(r.code == "shared_memory" for r in reasons) else LegalityError
+        raise error(
             f"{kernel.name} cannot be lowered to Triton for {target.name}: " + "; ".join(map(str, reasons)),
             where=reasons[0].where,
         )

@@ -13,7 +13,7 @@ from k3dsl.backends.triton.schedule import TritonSchedule
 from k3dsl.backends.triton.text import atom, opened, pow2
 from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel, Op, Region, Value, walk
-from k3dsl.ir.opset import BINARY, BITWISE, COMPARE, UNARY_FLOAT
+from k3dsl.ir.opset import BINARY, BITWISE, COMPARE, MXFP4_GROUP, UNARY_FLOAT
 from k3dsl.ir.types import f32
 
 MAX_INLINE = 88
@@ -332,6 +332,23 @@ class Printer(ReductionPrinter):
             self.bind(op, f"tl.trans({self.text(v)})", atomic=True, zero=zero)
         else:
             self.bind(op, f"tl.permute({self.text(v)}, {tuple(axes)})", atomic=True, zero=zero)
+
+    def op_dequantize_mxfp4(self, op: Op) -> None:
+        packed, scale = op.operands
+        lead = [pow2(n) for n in packed.shape[:-1]]
+        groups = pow2(scale.shape[-1])
+        full = [*lead, groups * MXFP4_GROUP]
+        low, high, power = self.name("low"), self.name("high"), self.name("power")
+        values = self.helper("_e2m1_bf16" if self.asm else "_e2m1")
+        self.line(f"{low}, {high} = {values}({self.text(packed)})", op.loc)
+        factor = f"{self.helper('_e8m0')}({self.text(scale)})" + (".to(tl.bfloat16)" if self.asm else "")
+        spread = f"tl.broadcast_to(tl.reshape({factor}, {[*lead, groups, 1]}), {[*lead, groups, MXFP4_GROUP]})"
+        self.line(f"{power} = tl.reshape({spread}, {full})")
+        # the product comes last: of a reshape that goes straight into a dot, Triton 3.9 cannot lay some out in shared memory
+        text = f"tl.reshape(tl.join({low}, {high}), {full}) * {power}"
+        text = text if self.asm else f"({text}).to(tl.bfloat16)"
+        zero = {id(packed), id(scale)} <= self.zero_padded
+        self.bind(op, text, atomic=not self.asm, zero=zero)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
