@@ -27,10 +27,10 @@ setup: $(STAMP) ## make .venv and install k3dsl into it, editable, with the pinn
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,tilelang]'
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,tilelang,report,postgresql]'
 	touch $@
 
-demo: $(STAMP) ## compile KDA for a GPU that need not be here, and run it on the CPU
+demo: $(STAMP) ## compile KDA for a GPU that need not be here, run it and a tuner's sweep on the CPU
 	$(BIN)/k3dsl demo
 
 test: $(STAMP) ## the default tests: no GPU, minutes

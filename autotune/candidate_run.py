@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 
 from k3dsl.autotune.compile_pool import end_of, words
 from k3dsl.autotune.gate import LEVELS, GateCase, find_op, gate_cases
-from k3dsl.autotune.trial import Candidate, End, Outcome
+from k3dsl.autotune.guards import FILLS, Guards, load, stir
+from k3dsl.autotune.trial import Candidate, End, Outcome, summary_ms
 from k3dsl.backends.base import Artifact
 from k3dsl.errors import ArgumentError, LegalityError, ResourceError
 from k3dsl.runtime import executable
@@ -31,6 +31,7 @@ from k3dsl.targets import Target
 
 SLOW_FACTOR = 3.0
 ROUNDS = 3
+FIRST_CALLS = 10
 MAX_SETS = 8
 REFERENCES_KEPT_BYTES = 4 << 30
 
@@ -42,18 +43,20 @@ Tell = Callable[[str, str], None]
 class Request:
     """What is asked about a candidate.
 
-    level: 'quick', 'full' or 'ship'. repeats: calls of each case that must agree in every bit. best_ms: the best time so
-    far; a candidate whose first calls take SLOW_FACTOR times as long is not timed further. rep_ms: how long to time.
+    level: 'quick', 'full' or 'ship'; None only times what passed a gate before. repeats: calls of each case that must agree
+    in every bit. best_ms: the best time so far; a candidate whose first calls take SLOW_FACTOR times as long is not timed
+    further. rep_ms: how long to time.
     """
 
-    level: str = "quick"
+    level: str | None = "quick"
     repeats: int = 10
     best_ms: float | None = None
     rep_ms: int = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_names("gate level", [self.level], list(LEVELS))
+        if self.level is not None:
+            check_names("gate level", [self.level], list(LEVELS))
         if self.repeats < 2:
             raise ArgumentError(f"repeats must be at least 2, got {self.repeats}")
 
@@ -132,7 +135,7 @@ def run(candidate: Candidate, request: Request, device: torch.device, references
     return Outcome(
         end,
         detail,
-        time_ms=statistics.median(state.samples) if end is End.OK else None,
+        time_ms=summary_ms(state.samples, device.type) if end is End.OK else None,
         samples_ms=tuple(state.samples),
         errors={name: error for name, (error, _) in state.errors.items()},
         gate=state.passed,
@@ -160,6 +163,8 @@ class _Run:
 
     def summary(self) -> str:
         skipped = f"; not with these settings: {', '.join(self.skipped)}" if self.skipped else ""
+        if self.request.level is None:
+            return "timed alone; it passed a gate before"
         return f"{self.judged} cases pass {self.request.repeats} times each{skipped}"
 
     def judge_and_time(self) -> None:
@@ -173,7 +178,8 @@ class _Run:
             raise ArgumentError(f"backend {c.backend} does not run on {self.device}")
         chosen = forced(op, knobs, schedules) if knobs or schedules else defaults_only(op)
         with torch.inference_mode(), using_backend(c.backend), chosen, _announced(self):
-            for gate_case in gate_cases(op, c, self.request.level):
+            level = self.request.level
+            for gate_case in gate_cases(op, c, level) if level is not None else ():
                 try:
                     self._judge(gate_case)
                     self.judged += 1
@@ -197,16 +203,30 @@ class _Run:
             compute = op.reference
             key = (gate_case.key, self.request.seed)
             expected = self.references.get(key, lambda: compute(**op.fresh(inputs)))
+        own = {n: x for n, x in inputs.items() if n in op.mutates}
+        kept = Guards()  # of what no call may change: made once
+        shared = {n: x for n, x in inputs.items() if n not in own}
+        if _roomy(inputs, device):
+            shared = kept.inputs(shared, ())
         first: dict[str, torch.Tensor] = {}
-        shapes: list[tuple[Any, torch.dtype]] = []
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         for n in range(self.request.repeats):
             self.next(f"{where}: call {n + 1} of {self.request.repeats}", "run")
-            if n % 2:
-                _stir(shapes, n, device)
-            with poisoned() if n % 2 == 0 else nullcontext(), executable.recording() as calls:
-                arguments = op.fresh(inputs)
+            guards = Guards(None if n % 2 == 0 else FILLS[n // 2 % len(FILLS)])
+            if guards.fill is not None:
+                stir(shapes, guards.fill, device)
+            with ExitStack() as around:
+                if n % 2 == 0:
+                    around.enter_context(poisoned())
+                calls = around.enter_context(executable.recording())
+                around.enter_context(executable.allocating(guards.allocate))
+                arguments = {**shared, **guards.inputs(own, op.mutates)}
+                if n % 3 == 2:
+                    load(device)
                 outputs = {name: x for name, x in op.call(**arguments).items() if x is not None}
             _synchronize(device)
+            if (problem := guards.problem() or kept.problem()) is not None:
+                raise _EndedError(End.WRONG, f"{where}: call {n + 1}: {problem}")
             if n == 0:
                 self._check(case, outputs, expected)
                 made = [t for call in calls for t in call.tensors.values()]
@@ -270,8 +290,9 @@ class _Run:
         def call() -> None:
             next(turn)()
 
-        first = _first_ms(call, device)
-        if request.best_ms is not None and first > SLOW_FACTOR * request.best_ms:
+        limit = float("inf") if request.best_ms is None else SLOW_FACTOR * request.best_ms
+        first = _first_ms(call, device, limit)
+        if request.best_ms is not None and first > limit:
             self.samples = [first]
             message = (
                 f"its first calls take {first:.4g} ms, over {SLOW_FACTOR:g} times the best, {request.best_ms:.4g} ms"
@@ -280,7 +301,7 @@ class _Run:
         for n in range(ROUNDS if first < request.rep_ms else 1):
             self.next(f"timing: round {n + 1}", "run")
             timing = measure(call, device, warmup_ms=10, rep_ms=max(1, request.rep_ms // ROUNDS))
-            self.samples.append(timing.median_ms)
+            self.samples.append(timing.median_ms if timing.least_ms is None else timing.least_ms)
 
 
 @contextmanager
@@ -325,16 +346,19 @@ def _replayed(
     return replays
 
 
-def _first_ms(call: Callable[[], None], device: torch.device) -> float:
-    """The time of a call from as few as tell something."""
+def _first_ms(call: Callable[[], None], device: torch.device, enough_ms: float) -> float:
+    """The time of a call from as few as tell something; on a CPU the least of up to FIRST_CALLS, until one is quick enough:
+    a call that was interrupted says nothing."""
     if device.type == "cuda":
         return measure(call, device, warmup_ms=1, rep_ms=1).median_ms
-    samples = []
-    for _ in range(2):
+    least = float("inf")
+    for n in range(FIRST_CALLS):
         start = time.perf_counter()
         call()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return min(samples)
+        least = min(least, (time.perf_counter() - start) * 1e3)
+        if n and least <= enough_ms:
+            break
+    return least
 
 
 def _sets(inputs: Mapping[str, Any], device: torch.device) -> int:
@@ -346,15 +370,13 @@ def _sets(inputs: Mapping[str, Any], device: torch.device) -> int:
     return max(1, min(MAX_SETS, max(2, wanted), torch.cuda.mem_get_info(device)[0] // 4 // size))
 
 
+def _roomy(inputs: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether the device has room for the inputs twice more; a candidate must not fail for what the gate takes."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 2 * _bytes(inputs)
+
+
 def _bytes(tensors: Mapping[str, Any]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors.values() if isinstance(x, torch.Tensor))
-
-
-def _stir(shapes: list[tuple[Any, torch.dtype]], number: int, device: torch.device) -> None:
-    """Leaves other numbers than NaN in the freed memory that the next call is likely to be given."""
-    value = (1, 0, 77, 3)[number // 2 % 4]
-    held = [torch.full(shape, value, dtype=dtype, device=device) for shape, dtype in shapes]
-    del held
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

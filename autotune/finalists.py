@@ -1,4 +1,8 @@
-"""The end of a sweep: the best few judged again and timed in turns, and the winner among those that time cannot tell apart."""
+"""The end of a sweep: the best few judged again and timed in turns, and the winner among those that time cannot tell apart.
+
+Times wander with whatever else a machine does, so that two runs of one kernel differ, and on a shared CPU by a quarter.
+Finalists are therefore compared round by round: what slows a whole round cancels in the ratio of two times of that round.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from k3dsl.autotune.search import Proposal
-from k3dsl.autotune.space import Space
-from k3dsl.autotune.trial import Candidate, End, Outcome
+from k3dsl.autotune.space import Settings, Space
+from k3dsl.autotune.trial import Candidate, End, Outcome, summary_ms
 
-ROUNDS = 3
+ROUNDS = 5
 FULL_REPEATS = 30
 TRIAL_REPEATS = 10
-TIED_SHARE = {"cpu": 0.10, "gpu": 0.01}
+TIED_SHARE = {"cpu": 0.30, "gpu": 0.01}
 """Times this close are equal however small their spread: what differs between two runs of one kernel."""
 
 
 class Runs(Protocol):
-    """What gates and times candidates in a process of its own, see worker.Worker."""
+    """What gates and times candidates in a process of its own, see worker.Worker. Level None only times."""
 
     def run(
-        self, candidate: Candidate, level: str, repeats: int, run_deadline_s: float, best_ms: float | None
+        self, candidate: Candidate, level: str | None, repeats: int, run_deadline_s: float, best_ms: float | None
     ) -> Outcome: ...
 
 
@@ -34,16 +38,29 @@ None when there is no time left for it, unless it must be."""
 
 @dataclass(frozen=True)
 class Finalist:
-    """A candidate that passed the gate at level full. samples_ms: of every round. tied: with the fastest."""
+    """A candidate that passed the gate at level full.
+
+    rounds: the samples of each round in ms; where none was finished, those that it was judged with. tied: with the fastest.
+    kind: 'cpu' or 'gpu'.
+    """
 
     proposal: Proposal
     outcome: Outcome
-    samples_ms: tuple[float, ...]
+    rounds: tuple[tuple[float, ...], ...]
     tied: bool = False
+    kind: str = "gpu"
+
+    @property
+    def samples_ms(self) -> tuple[float, ...]:
+        return tuple(sample for samples in self.rounds for sample in samples)
 
     @property
     def time_ms(self) -> float:
-        return statistics.median(self.samples_ms)
+        return summary_ms(self.per_round(), self.kind)
+
+    def per_round(self) -> list[float]:
+        """One time a round."""
+        return [summary_ms(samples, self.kind) for samples in self.rounds]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -62,9 +79,10 @@ def run_finals(
     trials: those that ended ok, with code that differs. However short the time, the best of them is judged, and the
     default when that one fails.
     """
+    kind = "cpu" if space.target is None else "gpu"
     passed: list[Finalist] = []
     failed: list[tuple[Proposal, Outcome]] = []
-    for proposal, _ in sorted(trials, key=lambda t: (t[1].time_ms, t[0].key)):
+    for proposal in shortlist(space, trials):
         if len(passed) == count:
             break
 
@@ -76,7 +94,7 @@ def run_finals(
         if outcome is None:
             continue
         if outcome.end is End.OK and outcome.time_ms is not None:
-            passed.append(Finalist(proposal, outcome, outcome.samples_ms or (outcome.time_ms,)))
+            passed.append(Finalist(proposal, outcome, (_samples(outcome),), kind=kind))
         else:
             failed.append((proposal, outcome))
     for number in range(1, ROUNDS + 1 if len(passed) > 1 else 1):
@@ -85,8 +103,7 @@ def run_finals(
         for finalist in passed[shift:] + passed[:shift]:
 
             def again(finalist: Finalist = finalist) -> Outcome:
-                candidate = space.candidate(finalist.proposal.settings)
-                return worker.run(candidate, "quick", 2, deadline_s, None)
+                return worker.run(space.candidate(finalist.proposal.settings), None, TRIAL_REPEATS, deadline_s, None)
 
             outcome = step("time", finalist.proposal, number, again, False)
             if outcome is None:  # a round counts when it is whole
@@ -97,40 +114,70 @@ def run_finals(
             outcome = found[finalist.proposal.key]
             if outcome.end is End.OK and outcome.time_ms is not None:
                 # what came before the first round was timed alone, each at its own time
-                before = () if number == 1 else finalist.samples_ms
-                passed.append(replace(finalist, samples_ms=before + (outcome.samples_ms or (outcome.time_ms,))))
+                before = () if number == 1 else finalist.rounds
+                passed.append(replace(finalist, rounds=(*before, _samples(outcome))))
             else:
                 failed.append((finalist.proposal, outcome))
     return ranked(space, passed), failed
 
 
-def ranked(space: Space, finalists: Sequence[Finalist]) -> list[Finalist]:
-    """The finalists in the order in which they may win: those tied with the fastest first, in a fixed order.
+def _samples(outcome: Outcome) -> tuple[float, ...]:
+    assert outcome.time_ms is not None
+    return outcome.samples_ms or (outcome.time_ms,)
 
-    That order: fewest threads, least shared memory, smallest tiles, then the text of the settings.
+
+def shortlist(space: Space, trials: Sequence[tuple[Proposal, Outcome]]) -> list[Proposal]:
+    """The candidates in the order in which they are finalists: the fastest, those that a trial's time cannot tell from it
+    in the fixed order, the rest by time. So which of many equal ones are finalists is no matter of chance."""
+    order = sorted(trials, key=lambda t: (t[1].time_ms, t[0].key))
+    if not order:
+        return []
+    fastest, best_ms = order[0][0], order[0][1].time_ms or 0.0
+    share = TIED_SHARE["cpu" if space.target is None else "gpu"]
+    near = [proposal for proposal, outcome in order[1:] if (outcome.time_ms or 0.0) <= (1 + share) * best_ms]
+    far = [proposal for proposal, _ in order[1 + len(near) :]]
+    return [fastest, *sorted(near, key=lambda p: fixed_order(space, p.settings)), *far]
+
+
+def fixed_order(space: Space, settings: Settings | Any) -> tuple[Any, ...]:
+    """What decides among equal times: fewest threads, least shared memory, smallest tiles, the text of the settings."""
+    cost = space.cost(settings)
+    return (cost.threads, cost.shared_bytes, cost.tile, space.text(settings))
+
+
+def ranked(space: Space, finalists: Sequence[Finalist]) -> list[Finalist]:
+    """The finalists in the order in which they may win: those tied with the fastest first, in the fixed order.
+
+    The fastest has the least median, over the rounds, of its time relative to the round's mean.
     """
     if not finalists:
         return []
-    least = TIED_SHARE["cpu" if space.target is None else "gpu"]
-    best = min(finalists, key=lambda f: (f.time_ms, f.proposal.key))
-    marked = [replace(f, tied=tied(best.samples_ms, f.samples_ms, least)) for f in finalists]
+    times = [f.per_round() for f in finalists]
+    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
+    scores = [statistics.median(t / m for t, m in zip(own, means, strict=True)) for own in times]
+    best = min(range(len(finalists)), key=lambda n: (scores[n], finalists[n].proposal.key))
+    marked = [(score, replace(f, tied=tied(finalists[best], f))) for score, f in zip(scores, finalists, strict=True)]
 
-    def order(f: Finalist) -> tuple[Any, ...]:
-        if not f.tied:
-            return (1, f.time_ms, f.proposal.key)
-        cost = space.cost(f.proposal.settings)
-        return (0, cost.threads, cost.shared_bytes, cost.tile, f.proposal.key)
+    def order(entry: tuple[float, Finalist]) -> tuple[Any, ...]:
+        score, f = entry
+        return (0, *fixed_order(space, f.proposal.settings)) if f.tied else (1, score, f.proposal.key)
 
-    return sorted(marked, key=order)
-
-
-def tied(fastest: Sequence[float], other: Sequence[float], least_share: float) -> bool:
-    """Whether the medians differ by less than twice the standard error of their difference, or by less than the share."""
-    a, b = statistics.median(fastest), statistics.median(other)
-    return b - a <= max(least_share * a, 2 * math.hypot(_error(fastest), _error(other)))
+    return [f for _, f in sorted(marked, key=order)]
 
 
-def _error(samples: Sequence[float]) -> float:
+def tied(fastest: Finalist, other: Finalist) -> bool:
+    """Whether the other's time, relative to the fastest's of the same round, is 1 within twice its standard error, or
+    within the share that two runs of one kernel differ by. With one round alone: within the error of its samples."""
+    ratios = [b / a for a, b in zip(fastest.per_round(), other.per_round(), strict=True)]
+    if len(ratios) > 1:
+        error = standard_error(ratios)
+    else:
+        samples = fastest.rounds[0], other.rounds[0]
+        error = math.hypot(*(standard_error(s) / statistics.median(s) for s in samples))
+    return statistics.median(ratios) - 1 <= max(TIED_SHARE[fastest.kind], 2 * error)
+
+
+def standard_error(samples: Sequence[float]) -> float:
     """Standard error of the median of normal samples, from their median absolute deviation."""
     middle = statistics.median(samples)
     spread = 1.4826 * statistics.median(abs(x - middle) for x in samples)

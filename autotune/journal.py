@@ -26,7 +26,8 @@ class Record:
 
     stage: 'trial', 'gate' (a finalist at level full) or 'time' (a finalist timed again). round: of the last kind.
     lane: what proposed the point. key: the point as `--set` text. same_as: the number of the trial whose generated code
-    was the same, so that this one was not run. at: seconds that the sweep had worked by then.
+    was the same, so that this one was not run. at: seconds that the sweep had worked by then. by: the machine and device
+    that ran it, where that is not the only one. shared: taken from a shared study, and run by somebody else.
     """
 
     stage: str
@@ -38,6 +39,8 @@ class Record:
     at: float
     round: int = 0
     same_as: int | None = None
+    by: str | None = None
+    shared: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +52,8 @@ class Record:
             "key": self.key,
             "settings": dict(self.settings),
             "same_as": self.same_as,
+            "by": self.by,
+            "shared": self.shared,
             "at": round(self.at, 3),
             "outcome": self.outcome.to_json(),
         }
@@ -60,6 +65,27 @@ class Record:
             raise ValueError(f"schema {data['schema']!r}")
         fields = {name: value for name, value in data.items() if name not in ("schema", "outcome")}
         return Record(**fields, outcome=Outcome.from_json(data["outcome"]))
+
+
+def read(path: Path) -> list[Record]:
+    """The records in a file that a sweep may be writing meanwhile. Raises ArgumentError when it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}", fix="name the journal of a sweep") from None
+    return parse(data)[0]
+
+
+def parse(data: bytes) -> tuple[list[Record], int]:
+    """The records in whole lines, and how many lines are none."""
+    records: list[Record] = []
+    skipped = 0
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            records.append(Record.from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            skipped += 1
+    return records, skipped
 
 
 class Journal:
@@ -114,9 +140,10 @@ class Journal:
             raise OSError(f"{self.path}: the disk is full")
         os.fsync(self._file)
         self.records.append(record)
+        self._known[record.stage, record.key, record.round] = record
 
     def find(self, stage: str, key: str, round: int = 0) -> Record | None:
-        """The record of an earlier run of this step."""
+        """The record of this step, if it was finished."""
         return self._known.get((stage, key, round))
 
     def _read(self) -> None:
@@ -124,9 +151,5 @@ class Journal:
         whole = data.rfind(b"\n") + 1
         if whole < len(data):  # cut off in the writing: what follows must not grow onto it
             os.ftruncate(self._file, whole)
-        for line in data[:whole].splitlines():
-            try:
-                self.records.append(Record.from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                self.skipped += 1
+        self.records, self.skipped = parse(data)
         self._known = {(r.stage, r.key, r.round): r for r in self.records}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3dsl.autotune.space import Space
-from k3dsl.autotune.trial import Outcome
+from k3dsl.autotune.trial import Outcome, end_of_reasons
 
 if TYPE_CHECKING:
     import optuna
@@ -44,6 +44,22 @@ class Search(Protocol):
 
     def tell(self, proposal: Proposal, outcome: Outcome) -> None: ...
 
+    def leave(self, proposal: Proposal) -> None:
+        """Leaves a proposal to another machine, which has it; `learn` tells how it ended."""
+        ...
+
+    def left(self) -> list[Proposal]:
+        """What was left to others and not learned of yet."""
+        ...
+
+    def take_back(self, proposal: Proposal) -> None:
+        """Takes what was left to another machine, which did not run it."""
+        ...
+
+    def learn(self, lane: str, settings: Mapping[str, Any], outcome: Outcome) -> Proposal | None:
+        """What another machine found out about a point, which is not proposed any more. None for one that is known."""
+        ...
+
 
 def make_search(space: Space, seed: int, folder: Path | None) -> Search:
     """The search that fits the space's size. folder: where optuna's journal is kept; None keeps it in memory."""
@@ -58,11 +74,21 @@ class _Proposer:
         self.space = space
         self.refused: Counter[str] = Counter()
         self.seen: set[str] = set()
+        self._left: dict[str, Proposal] = {}
+
+    def leave(self, proposal: Proposal) -> None:
+        self._left[proposal.key] = proposal
+
+    def left(self) -> list[Proposal]:
+        return list(self._left.values())
+
+    def take_back(self, proposal: Proposal) -> None:
+        self._left.pop(proposal.key, None)
 
     def _refuses(self, settings: Mapping[str, Any]) -> bool:
         reasons = self.space.reasons(settings)
         if reasons:
-            self.refused[self.space.end_of(reasons).value] += 1
+            self.refused[end_of_reasons(reasons).value] += 1
         return bool(reasons)
 
     def _proposal(self, lane: str, settings: Mapping[str, Any], trial: Any = None) -> Proposal | None:
@@ -98,6 +124,10 @@ class GridSearch(_Proposer):
 
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """What a grid proposes does not depend on it."""
+
+    def learn(self, lane: str, settings: Mapping[str, Any], outcome: Outcome) -> Proposal | None:
+        left = self._left.pop(self.space.text(settings), None)
+        return left if left is not None else self._proposal(lane, settings)
 
 
 class OptunaSearch(_Proposer):
@@ -148,6 +178,32 @@ class OptunaSearch(_Proposer):
         self._values[proposal.key] = outcome.time_ms
         proposal.trial.set_user_attr("end", outcome.end.value)
         self._close(proposal.trial, outcome.time_ms)
+
+    def learn(self, lane: str, settings: Mapping[str, Any], outcome: Outcome) -> Proposal | None:
+        left = self._left.pop(self.space.text(settings), None)
+        if left is not None:
+            self.tell(left, outcome)
+            return left
+        found = self._proposal(lane, settings)
+        if found is not None:
+            import optuna
+
+            choices = self.space.choices(settings)
+            state = self._states.PRUNED if outcome.time_ms is None else self._states.COMPLETE
+            self._values[found.key] = outcome.time_ms
+            self.study.add_trial(
+                optuna.trial.create_trial(
+                    state=state,
+                    value=outcome.time_ms,
+                    params={name: value for name, (value, _) in choices.items()},
+                    distributions={
+                        name: optuna.distributions.CategoricalDistribution(among)
+                        for name, (_, among) in choices.items()
+                    },
+                    user_attrs={"lane": lane, "end": outcome.end.value},
+                )
+            )
+        return found
 
     def _next(self) -> Proposal | None:
         while self._first:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from k3dsl.autotune.trial import Candidate, End
+from k3dsl.autotune.trial import Candidate
 from k3dsl.backends.base import Reason
 from k3dsl.errors import ArgumentError, K3Error, LegalityError, TraceError, VerifyError
 from k3dsl.ir.graph import Kernel, walk
@@ -27,7 +27,6 @@ ENUMERATED = 200
 """Legal points up to which a space is tried whole."""
 COUNTED = 300
 """Points up to which it is found out how many are legal; a larger space is searched."""
-RESOURCE_CODES = frozenset({"threads", "registers", "blocks_per_sm", "shared_memory"})
 
 Settings = dict[str, Any]
 
@@ -132,17 +131,22 @@ class Space:
                     settings[p.name] = value
         return settings
 
-    def parameters(self, settings: Mapping[str, Any]) -> Settings:
-        """Every choice that leads `sample` to the point: with what the point leaves to the op written out."""
-        made: Settings = {}
+    def choices(self, settings: Mapping[str, Any]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Every choice that leads `sample` to the point, with what it was chosen from."""
+        made: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
         def choose(p: Parameter) -> Any:
             wanted = settings.get(p.name, p.default)
-            made[p.name] = wanted if wanted in p.choices else p.choices[0]
-            return made[p.name]
+            value = wanted if wanted in p.choices else p.choices[0]
+            made[p.name] = (value, p.choices)
+            return value
 
         self.sample(choose)
         return made
+
+    def parameters(self, settings: Mapping[str, Any]) -> Settings:
+        """As `choices`, the values alone: the point with what it leaves to the op written out."""
+        return {name: value for name, (value, _) in self.choices(settings).items()}
 
     def default(self) -> Settings:
         """What the op takes when nobody tuned it."""
@@ -217,11 +221,6 @@ class Space:
             self._reasons[key] = tuple(self._find_reasons(settings))
         return self._reasons[key]
 
-    @staticmethod
-    def end_of(reasons: Sequence[Reason]) -> End:
-        """How a refused point counts: by what the target has too little of, or as illegal."""
-        return End.OVER_RESOURCE if all(r.code in RESOURCE_CODES for r in reasons) else End.ILLEGAL
-
     def cost(self, settings: Mapping[str, Any]) -> Cost:
         """What a legal point occupies, see Cost."""
         threads = shared = tile = 0
@@ -260,8 +259,10 @@ class Space:
             return [Reason("legality", error.message)]
         found: list[Reason] = []
         if self.target is not None:
+            # only what the op itself proposes may shrink to fit: elsewhere the shallower point is tried under its own name
+            shrinks = self.text(settings) in {self.text(p) for p in (self.default(), *self.seeds())}
             for launch in launches:
-                found += explain.legality(launch, self.target)
+                found += explain.legality(launch if shrinks else replace(launch, smaller=()), self.target)
         return found
 
     def _constraints(self, settings: Mapping[str, Any]) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from k3dsl.backends.base import Reason
 
 
 class End(str, Enum):
@@ -23,6 +26,14 @@ class End(str, Enum):
     RUN_TIMEOUT = "run_timeout"
     SLOW = "slow"
     OK = "ok"
+
+
+RESOURCE_CODES = frozenset({"threads", "registers", "blocks_per_sm", "shared_memory"})
+
+
+def end_of_reasons(reasons: Sequence[Reason]) -> End:
+    """How a refused point counts: by what the target has too little of, or as illegal."""
+    return End.OVER_RESOURCE if all(r.code in RESOURCE_CODES for r in reasons) else End.ILLEGAL
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,11 @@ class Outcome:
     gate: str | None = None
     seconds: float = 0.0
 
+    def codes(self) -> list[str]:
+        """What equal candidates share: their sources, then their binaries."""
+        both = (("source", self.sources), ("binary", self.binaries))
+        return [f"{kind} {sorted(digests.items())}" for kind, digests in both if digests]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "end": self.end.value,
@@ -74,3 +90,28 @@ class Outcome:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Outcome:
         return Outcome(**{**data, "end": End(data["end"]), "samples_ms": tuple(data.get("samples_ms", ()))})
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is to do: a candidate, the gate level it must pass, and what the worker must know.
+
+    key: the point as `--set` text. device: where it ran, once that is known.
+    """
+
+    key: str
+    candidate: Candidate
+    level: str | None
+    repeats: int
+    run_deadline_s: float
+    best_ms: float | None = None
+    device: str | None = None
+
+    def arguments(self) -> tuple[Candidate, str | None, int, float, float | None]:
+        """Of a worker's `run`."""
+        return self.candidate, self.level, self.repeats, self.run_deadline_s, self.best_ms
+
+
+def summary_ms(samples: Sequence[float], kind: str) -> float:
+    """One time for several samples: on a GPU their median; on a CPU the least, which the load of others cannot lower."""
+    return min(samples) if kind == "cpu" else statistics.median(samples)

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
 
 from k3dsl.autotune.child import START_DEADLINE_S, Child, DiedError
-from k3dsl.autotune.trial import Candidate, End, Outcome
-from k3dsl.errors import LaunchError
+from k3dsl.autotune.trial import Candidate, End, Outcome, Task
+from k3dsl.errors import ArgumentError, LaunchError
 
 if TYPE_CHECKING:
     from k3dsl.autotune.candidate_run import Request
 
 
-class Worker:
+class OneAtATime:
+    """Runs tasks in turn, for what has only `run`."""
+
+    def run(
+        self, candidate: Candidate, level: str | None, repeats: int, run_deadline_s: float, best_ms: float | None
+    ) -> Outcome:
+        raise NotImplementedError
+
+    def run_each(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Outcome]]:
+        """Every task with how it ended, as it ends. The next one is taken when there is somebody to run it."""
+        for task in tasks:
+            yield task, self.run(*task.arguments())
+
+
+class Worker(OneAtATime):
     """One process on one device ('cpu', 'cuda:0'). Use it as a context manager, or `close` it.
 
     A candidate that hangs or breaks the process ends with it: the next one finds a new process.
@@ -23,6 +39,7 @@ class Worker:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self._ready = False
+        self._job: _Job | None = None
         self._child: Child | None = self._spawn()
 
     def __enter__(self) -> Worker:
@@ -38,14 +55,14 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and all that it started."""
-        child, self._child = self._child, None
+        child, self._child, self._job = self._child, None, None
         if child is not None:
             child.kill()
 
     def run(
         self,
         candidate: Candidate,
-        level: str = "quick",
+        level: str | None = "quick",
         repeats: int = 10,
         run_deadline_s: float = 30.0,
         best_ms: float | None = None,
@@ -66,14 +83,50 @@ class Worker:
 
         request = Request(level, repeats, best_ms, rep_ms, seed)
         try:
-            child = self._started()
-            start = time.monotonic()
-            budget = None if budget_s is None else start + budget_s
-            outcome = self._watched(child, candidate, request, run_deadline_s, build_deadline_s, budget)
+            self.begin(candidate, request, run_deadline_s, build_deadline_s, budget_s)
+            while True:
+                connection, until = self.waiting()
+                outcome = self.poll(connection.poll(max(0.0, until - time.monotonic())))
+                if outcome is not None:
+                    return outcome
         except BaseException:
             self.close()
             raise
-        return replace(outcome, seconds=time.monotonic() - start)
+
+    # ---- for whoever watches several --------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        candidate: Candidate,
+        request: Request,
+        run_deadline_s: float,
+        build_deadline_s: float = 300.0,
+        budget_s: float | None = None,
+    ) -> None:
+        """Hands a candidate to the process, which has nothing else to do. Raises LaunchError."""
+        child = self._started()
+        self._job = _Job(child, run_deadline_s, build_deadline_s, budget_s)
+        try:
+            child.send((candidate, request))
+        except DiedError:
+            self._job.until = 0.0  # seen at the first poll
+
+    def waiting(self) -> tuple[Connection, float]:
+        """Where its next word comes from, and until when (in time.monotonic) it is waited for."""
+        assert self._job is not None
+        return self._job.child.connection, self._job.until
+
+    def poll(self, ready: bool) -> Outcome | None:
+        """How the candidate ended; None while it runs. ready: whether the connection has something."""
+        job = self._job
+        assert job is not None
+        outcome, reusable = job.advance(ready)
+        if outcome is None:
+            return None
+        self._job = None
+        if not reusable:
+            self._replace()
+        return replace(outcome, seconds=time.monotonic() - job.start)
 
     def _spawn(self) -> Child:
         self._ready = False
@@ -98,40 +151,106 @@ class Worker:
         child.forget_log()
         return child
 
-    def _watched(
-        self,
-        child: Child,
-        candidate: Candidate,
-        request: Request,
-        run_deadline_s: float,
-        build_deadline_s: float,
-        budget: float | None,
-    ) -> Outcome:
-        step, kind = "starting", "prepare"
-        try:
-            child.send((candidate, request))
-            while True:
-                allowed = run_deadline_s if kind == "run" else build_deadline_s
-                rest = allowed if budget is None else min(allowed, budget - time.monotonic())
-                what, value = child.receive(rest)
-                if what == "step":
-                    step, kind = value
-                    continue
-                outcome, broken = value
-                if broken:
-                    self._replace()
-                return outcome
-        except TimeoutError:
-            self._replace()
-            if budget is not None and time.monotonic() >= budget:
-                return Outcome(End.RUN_TIMEOUT, f"{step}: its budget is spent")
-            end = End.COMPILE_TIMEOUT if kind == "build" else End.RUN_TIMEOUT
-            return Outcome(end, f"{step}: no end after {allowed:g} s")
-        except DiedError as death:
-            self._replace()
-            return Outcome(End.COMPILE_FAILED if kind == "build" else End.FAULTED, f"{step}: {death}")
-
     def _replace(self) -> None:
         """Ends the process and starts another, which imports what it needs while the tuner thinks."""
         self.close()
         self._child = self._spawn()
+
+
+@dataclass
+class _Job:
+    """One candidate at one process: what it does now, and until when that may take."""
+
+    child: Child
+    run_deadline_s: float
+    build_deadline_s: float
+    budget_s: float | None
+    step: str = "starting"
+
+    def __post_init__(self) -> None:
+        self.start = time.monotonic()
+        self.end = None if self.budget_s is None else self.start + self.budget_s
+        self._allow(self.build_deadline_s)
+
+    def _allow(self, seconds: float, building: bool = False) -> None:
+        self.allowed, self.building = seconds, building
+        until = time.monotonic() + seconds
+        self.until = until if self.end is None else min(until, self.end)
+
+    def advance(self, ready: bool) -> tuple[Outcome | None, bool]:
+        """How it ended, or None; and whether the process may go on."""
+        try:
+            if not ready and time.monotonic() < self.until:
+                return None, True
+            what, value = self.child.receive(0)
+            if what == "step":
+                self.step, kind = value
+                self._allow(self.run_deadline_s if kind == "run" else self.build_deadline_s, kind == "build")
+                return None, True
+            outcome, broken = value
+            return outcome, not broken
+        except TimeoutError:
+            if self.end is not None and time.monotonic() >= self.end:
+                return Outcome(End.RUN_TIMEOUT, f"{self.step}: its budget is spent"), False
+            end = End.COMPILE_TIMEOUT if self.building else End.RUN_TIMEOUT
+            return Outcome(end, f"{self.step}: no end after {self.allowed:g} s"), False
+        except DiedError as death:
+            return Outcome(End.COMPILE_FAILED if self.building else End.FAULTED, f"{self.step}: {death}"), False
+
+
+class Crew(OneAtATime):
+    """Workers on several devices of one machine. What must be compared is run by the first of them alone."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        if not devices:
+            raise ArgumentError("a crew needs at least one device")
+        self.workers = [Worker(device) for device in devices]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process."""
+        for worker in self.workers:
+            worker.close()
+
+    def run(
+        self, candidate: Candidate, level: str | None, repeats: int, run_deadline_s: float, best_ms: float | None
+    ) -> Outcome:
+        """Runs on the first device, see Worker.run."""
+        return self.workers[0].run(candidate, level, repeats, run_deadline_s, best_ms)
+
+    def run_each(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Outcome]]:
+        """As `OneAtATime.run_each`, on all devices at once; an interrupt ends the processes and is passed on."""
+        from k3dsl.autotune.candidate_run import Request
+
+        if len(self.workers) == 1:
+            yield from super().run_each(tasks)
+            return
+        coming = iter(tasks)
+        idle = list(self.workers)
+        busy: list[tuple[Worker, Task]] = []
+        try:
+            while True:
+                while idle and (task := next(coming, None)) is not None:
+                    worker = idle.pop(0)
+                    request = Request(task.level, task.repeats, task.best_ms)
+                    worker.begin(task.candidate, request, task.run_deadline_s)
+                    busy.append((worker, replace(task, device=worker.device)))
+                if not busy:
+                    return
+                places: dict[Any, float] = dict(worker.waiting() for worker, _ in busy)
+                ready = wait(list(places), max(0.0, min(places.values()) - time.monotonic()))
+                for worker, task in list(busy):
+                    outcome = worker.poll(worker.waiting()[0] in ready)
+                    if outcome is not None:
+                        busy.remove((worker, task))
+                        idle.append(worker)
+                        yield task, outcome
+        except BaseException:  # also when the one who asked wants no more
+            for worker, _ in busy:
+                worker.close()
+            raise

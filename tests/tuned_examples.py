@@ -13,10 +13,22 @@ from typing import Any
 import torch
 
 from k3dsl.ops.softmax.space import SOFTMAX
+from k3dsl.runtime import executable
 from k3dsl.runtime.op import Case, Knob, Op, Option, forced_for
 
-HOW = ("right", "wrong", "racing", "leaking", "hang", "fault", "exit", "partial", "raise", "slow", "spawn", "refused")
+HOW = (
+    "right", "wrong", "racing", "leaking", "hang", "fault", "exit", "partial", "raise", "slow", "spawn", "refused",
+    "past the end", "before the start", "beside the input", "into the input",
+)  # fmt: skip
 _calls = itertools.count()
+_fitted = executable.fitted
+
+
+def counted(launch: Any, target: Any) -> Any:
+    """Builds a launch, and leaves a line about it in a file."""
+    with open(os.environ["K3DSL_TEST_LOG"], "a") as file:
+        file.write(f"{launch.schedule.num_warps}\n")
+    return _fitted(launch, target)
 
 
 def plan(dims: Any, knobs: Any, options: Any, backend: str, schedules: Any = None, strides: Any = None) -> Any:
@@ -28,6 +40,10 @@ def plan(dims: Any, knobs: Any, options: Any, backend: str, schedules: Any = Non
         os.kill(os.getpid(), signal.SIGSEGV)
     if compiling == "raise":
         raise KeyError("a bug of the plan")
+    if compiling == "counted":
+        executable.fitted = counted
+    if compiling == "late fault":
+        executable.fitted = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)
     own = {n: k.default for n, k in ((k.name, k) for k in SOFTMAX.knobs)}
     return SOFTMAX.plan(dims, own, {"dtype": options["dtype"], "out_dtype": None}, backend, schedules)
 
@@ -41,9 +57,16 @@ def call(x: torch.Tensor) -> dict[str, Any]:
     """2 x, or what the knob makes of it."""
     force = forced_for(plan)
     how = force.knobs["how"] if force is not None else "right"
-    out = torch.empty_like(x)
+    out = executable._allocate("o", tuple(x.shape), x.dtype, x.device)  # as an executable makes it
     out.copy_(2 * x)
-    if how == "wrong":
+    if how in ("past the end", "before the start"):
+        offset = out.storage_offset() + (out.numel() + 3 if how == "past the end" else -2)
+        torch.as_strided(out, (2,), (1,), offset).fill_(7.0)
+    elif how == "beside the input":
+        torch.as_strided(x, (1,), (1,), x.storage_offset() + x.numel()).fill_(7.0)
+    elif how == "into the input":
+        x[-1, -1] += 1
+    elif how == "wrong":
         out.mul_(1.001)
     elif how == "racing":
         out[0, 0] *= 1 + 1e-7 * (next(_calls) % 7)
@@ -87,7 +110,12 @@ BAD = Op(
     dims=(*SOFTMAX.dims,),
     knobs=(Knob("how", HOW, "right", "what goes wrong"),),
     options=(
-        Option("compiling", ("right", "hang", "fault", "raise"), "right", "what goes wrong in compiling"),
+        Option(
+            "compiling",
+            ("right", "hang", "fault", "raise", "late fault", "counted"),
+            "right",
+            "in compiling",
+        ),
         SOFTMAX.options[0],
     ),
     plan=plan,

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from k3dsl import __version__
-from k3dsl.cli import bench, cache, compile, demo, doctor, explain, model, ops, pack, run, show, tune
+from k3dsl.cli import bench, cache, compile, demo, doctor, explain, generate, model, ops, pack, report, run, show, tune
 from k3dsl.errors import ArgumentError, BundleError, CheckpointError, K3Error, PackError, UnknownNameError
 
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's own, wherever this version of typer keeps it
@@ -83,7 +83,7 @@ def start(
         raise typer.Exit
 
 
-for command in (ops, show, compile, explain, run, bench, tune, doctor, demo):
+for command in (ops, show, compile, explain, run, bench, tune, report, generate, doctor, demo):
     app.command(command.NAME)(getattr(command, f"{command.NAME}_command"))
 for group in (cache, pack, model):
     app.add_typer(group.app, name=group.NAME)

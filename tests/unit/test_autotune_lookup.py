@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from dataclasses import replace
@@ -111,7 +112,26 @@ def test_a_tuned_schedule_reaches_the_plan():
     assert plan.launches[0].schedule.stages == {"k": 2}
 
 
-SMALL = {"kda.forward": {"T": 64, "H": 2}, "kda.decode": {"B": 2, "H": 2, "slots": 2}, "attention": {"T": 32, "H": 2}}
+SMALL = {
+    "kda.forward": {"T": 64, "H": 2},
+    "kda.decode": {"B": 2, "H": 2, "slots": 2},
+    "kda.step": {"B": 2, "H": 2, "pool": 2},
+    "kda.commit": {"B": 2, "T": 2, "E": 64, "size": 2},
+    "causal_conv1d": {"T": 32, "P": 64},
+    "causal_conv1d.update": {"B": 2, "P": 64, "pool": 2},
+    "attention": {"T": 32, "H": 2},
+    "attention.decode": {"B": 2, "S": 64, "H": 2, "HK": 1, "D": 32},
+    "attnres.site": {"T": 3, "N": 2, "D": 64},
+    "attnres.phase1": {"T": 3, "N": 2, "S": 2, "D": 64},
+    "attnres.merge": {"T": 3, "D": 64},
+    **{name: {"T": 32, "H": 2, "K": 32} for name in ("linear_attention", "delta_rule", "gated_delta_rule")},
+    **{
+        f"{name}.decode": {"B": 2, "H": 2, "K": 32, "slots": 2}
+        for name in ("linear_attention", "delta_rule", "gated_delta_rule")
+    },
+    "mla.prefill": {"T": 32, "S": 32, "H": 2, "D": 32, "E": 16, "V": 32},
+    "mla.decode": {"B": 2, "H": 2, "S": 64},
+}
 
 
 @pytest.mark.parametrize("name", op_names())
@@ -242,6 +262,53 @@ def test_settings_that_do_not_build_fall_back_to_the_default(monkeypatch):
 
     monkeypatch.setattr(dispatch.Dispatcher, "__call__", refusing)
     assert softmax_knobs(24) != 4
+
+
+def test_what_is_corrupt_foreign_or_of_the_future_is_passed_over_and_a_call_runs_with_the_default(
+    tmp_path, monkeypatch
+):
+    default = softmax_knobs(24)
+    good = tuned_softmax()
+    old = replace(good, key=replace(good.key, toolchain={**good.key.toolchain, "k3dsl": "0.0.1"}))
+    elsewhere = replace(good, key=replace(good.key, gpu=H200))
+    whole = json.dumps(good.to_json())
+    folder = store.folder("softmax")
+    folder.mkdir(parents=True)
+    for name, text in {
+        "old": json.dumps(old.to_json()),
+        "elsewhere": json.dumps(elsewhere.to_json()),
+        "cut": whole[:100],
+        "future": whole.replace('"schema": 1', '"schema": 2'),
+        "future-field": whole.replace('"backend":', '"speculation": 1, "backend":', 1),
+    }.items():
+        (folder / f"{name}.json").write_text(text)
+    with pytest.warns(CacheWarning) as caught:
+        assert softmax_knobs(24) == default
+    assert sorted(str(w.message).split(".json")[0].rpartition("/")[2] for w in caught) == [
+        "cut",
+        "future",
+        "future-field",
+    ]
+    monkeypatch.setenv("K3DSL_PACK", str(tmp_path / "p.json"))
+    for rows in ([old], [elsewhere]):
+        pack.save(pack.build(rows), tmp_path / "p.json")
+        assert softmax_knobs(24) == default
+
+
+def test_a_call_never_tunes_and_a_miss_is_said_once(caplog, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a call began to tune")
+
+    for name in (
+        "k3dsl.autotune.sweep.sweep",
+        "k3dsl.autotune.worker.Worker.__init__",
+        "k3dsl.autotune.child.Child.__init__",
+    ):
+        monkeypatch.setattr(name, never)
+    with caplog.at_level(logging.INFO, "k3dsl.autotune"):
+        softmax_knobs(24)
+        softmax_knobs(24)
+    assert caplog.messages == ["softmax at R=24, N=96: the op's default, nothing tuned fits"]
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------------

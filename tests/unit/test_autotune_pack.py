@@ -72,6 +72,22 @@ def test_a_file_that_is_no_pack_is_a_clear_error(tmp_path, text, says):
         pack.load(tmp_path / "pack.json")
 
 
+def test_a_pack_that_was_cut_anywhere_is_a_clear_error(tmp_path):
+    text = pack.build([winner({"block_m": 64}), winner(gpu=H100)]).text()
+    for end in range(0, len(text) - 2, 97):
+        (tmp_path / "pack.json").write_text(text[:end])
+        with pytest.raises(PackError, match=r"pack\.json"):
+            pack.load(tmp_path / "pack.json")
+
+
+def test_a_row_of_the_future_is_named(tmp_path):
+    data = json.loads(pack.build([winner(), winner(gpu=H100)]).text())
+    data["rows"][1]["key"]["schema"] = 2
+    (tmp_path / "pack.json").write_text(json.dumps(data))
+    with pytest.raises(PackError, match="row 2: schema 2"):
+        pack.load(tmp_path / "pack.json")
+
+
 def test_verify_passes_what_the_present_code_makes():
     assert pack.verify(pack.build([winner({"block_m": 64}), winner(gpu=H100)]), here=True) == []
 

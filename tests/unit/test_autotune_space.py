@@ -7,7 +7,7 @@ import random
 import pytest
 
 from k3dsl.autotune.space import Space
-from k3dsl.autotune.trial import End
+from k3dsl.autotune.trial import End, end_of_reasons
 from k3dsl.errors import ArgumentError, UnknownNameError
 from k3dsl.ops.registry import get_op
 from k3dsl.targets import get_target
@@ -34,7 +34,7 @@ def test_constraints_are_resolved_before_a_point_is_listed():
     assert {point["rows"] for point in found.enumerate()} == {1, 2, 4, 8}
     (reason,) = found.reasons({"rows": 16, "num_warps": 8})
     assert "do not fit" in reason.message
-    assert found.end_of([reason]) is End.ILLEGAL
+    assert end_of_reasons([reason]) is End.ILLEGAL
 
 
 def test_a_schedule_field_belongs_to_its_backend():
@@ -99,7 +99,17 @@ def test_what_is_too_large_for_the_target_counts_as_such():
     deep = found.default() | {"chunk": 64, "block_v": 128, "scan.stages.chunks": 4}
     reasons = found.reasons(deep)
     assert {r.code for r in reasons} == {"shared_memory"}
-    assert found.end_of(reasons) is End.OVER_RESOURCE
+    assert end_of_reasons(reasons) is End.OVER_RESOURCE
+
+
+def test_a_pipeline_that_cannot_fit_never_reaches_triton():
+    found = space("matmul", {"M": 1024, "N": 1024, "K": 1024}, "triton")
+    deep = found.default() | {"block_m": 128, "block_n": 256, "block_k": 128, "num_warps": 8, "stages": 5}
+    (reason,) = found.reasons(deep)
+    assert reason.code == "shared_memory"
+    assert "loop 'k' with 5 stages keeps at least 491520 bytes" in reason.message  # 5 x (128 + 256) x 128 bf16
+    assert end_of_reasons([reason]) is End.OVER_RESOURCE
+    assert found.reasons(deep | {"block_k": 64, "stages": 3}) == ()
 
 
 def test_reasons_are_found_once(monkeypatch):

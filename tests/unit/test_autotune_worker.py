@@ -8,17 +8,20 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from k3dsl.autotune.child import Child, DiedError
-from k3dsl.autotune.compile_pool import CompilePool
+from k3dsl.autotune.compile_pool import CompilePool, source_digest
 from k3dsl.autotune.trial import Candidate, End
 from k3dsl.autotune.worker import Worker
 from k3dsl.errors import ArgumentError, LaunchError
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.ops.registry import get_op
+from k3dsl.runtime import executable
+from k3dsl.targets import get_target
 
 DIMS = {"R": 8, "N": 16}
 OP = "tuned_examples:BAD"
@@ -48,7 +51,7 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 120.0) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         try:
@@ -75,7 +78,7 @@ def pool():
 def test_a_right_candidate_is_judged_and_timed(worker):
     outcome = worker.run(bad("right"), repeats=3, rep_ms=5)
     assert outcome.end is End.OK, outcome.detail
-    assert outcome.time_ms == sorted(outcome.samples_ms)[1] > 0
+    assert outcome.time_ms == min(outcome.samples_ms) > 0  # what other load on the machine cannot lower
     assert outcome.errors == {"o": 0.0}
     assert outcome.gate == "quick"
 
@@ -87,6 +90,14 @@ def test_a_right_candidate_is_judged_and_timed(worker):
         ("racing", End.NONDETERMINISTIC, ("case ragged", "o of call 2")),
         ("leaking", End.NONDETERMINISTIC, ("case ragged", "o of call 2")),
         ("partial", End.NONFINITE, ("case ragged", "o: error inf", "8 of 24 elements are not finite")),
+        ("past the end", End.WRONG, ("case ragged: call 1", "outside of o", "8 bytes past its end, the first 12 off")),
+        (
+            "before the start",
+            End.WRONG,
+            ("case ragged: call 1", "outside of o", "8 bytes before its start, the first 8"),
+        ),
+        ("beside the input", End.WRONG, ("case ragged: call 1", "outside of its input x", "4 bytes past its end")),
+        ("into the input", End.WRONG, ("case ragged: call 1", "it changed its input x")),
         ("hang", End.RUN_TIMEOUT, ("case ragged: call 1 of 3", "no end after 1 s")),
         ("fault", End.FAULTED, ("case ragged: call 1 of 3", "SIGSEGV")),
         ("exit", End.FAULTED, ("case ragged: call 1 of 3", "exit status 3")),
@@ -114,11 +125,11 @@ def test_a_candidate_far_behind_is_dropped_after_its_first_calls(worker):
 
 
 def test_a_budget_bounds_all_steps_together(worker):
-    start = time.monotonic()
-    outcome = worker.run(bad("slow"), repeats=1000, budget_s=1.5)
+    # 4 cases of 100 000 calls of 50 ms: hours, which no step's own deadline would end
+    outcome = worker.run(bad("slow"), repeats=100_000, budget_s=1.5)
     assert outcome.end is End.RUN_TIMEOUT
     assert "budget" in outcome.detail
-    assert time.monotonic() - start < 10
+    assert worker.run(bad("right"), repeats=2, rep_ms=1).end is End.OK
 
 
 def test_what_a_candidate_started_ends_with_it(monkeypatch):
@@ -174,19 +185,19 @@ def test_nothing_is_left_when_the_tuner_is_interrupted_or_killed(number):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as tuner:
         assert tuner.stdout is not None
         pid = int(tuner.stdout.readline())
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not marked(mark) and time.monotonic() < end:
             time.sleep(0.05)
         grandchildren = marked(mark)
         assert grandchildren
         tuner.send_signal(number)
-        tuner.wait(timeout=20)
+        tuner.wait(timeout=120)
     assert gone(pid)
     assert all(gone(grandchild) for grandchild in grandchildren)
 
 
 def test_a_worker_that_nobody_closes_ends_with_the_program():
-    done = subprocess.run([sys.executable, "-c", interrupted("", "")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", interrupted("", "")], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert gone(int(done.stdout))
 
@@ -222,15 +233,47 @@ def test_building_says_how_each_candidate_ended_and_the_pool_lives_on(pool):
     assert found[0].sources != found[5].sources
     plan = get_op("softmax").point({"R": 64, "N": 512}, {}, symbolic=True).plan("torch")
     assert found[4].sources == {"softmax": kernel_hash(plan.launches[0].kernel)}
-    again = pool.build({7: softmax(), 9: softmax()}, deadline_s=60)
+    again = pool.build({7: softmax(), 9: softmax()}, deadline_s=120)
     assert {n: outcome.binaries for n, outcome in again.items()} == {7: found[0].binaries, 9: found[0].binaries}
+
+
+def test_equal_sources_are_built_once(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setenv("K3DSL_TEST_LOG", str(log))
+    one, other, third = (replace(compiling("counted"), settings={"softmax.num_warps": n}) for n in (4, 2, 1))
+    with CompilePool(2, "sm_90a") as own:
+        found = own.build([one, other, one, one], deadline_s=250)
+        assert sorted(log.read_text().split()) == ["2", "4"]
+        assert [found[n].end for n in found] == [End.OK] * 4, found
+        assert found[0].sources == found[2].sources == found[3].sources != found[1].sources
+        assert found[0].binaries == found[2].binaries == found[3].binaries != {}
+        later = own.build([one, third], deadline_s=250, built=set(found[0].codes()))
+    assert sorted(log.read_text().split()) == ["1", "2", "4"]
+    assert (later[0].end, later[0].sources, later[0].binaries) == (End.OK, found[0].sources, {})
+    assert later[1].binaries
+
+
+def test_equal_sources_that_do_not_build_fail_together():
+    with CompilePool(2, "sm_90a") as own:
+        found = own.build([compiling("late fault"), compiling("late fault")], deadline_s=250)
+    assert [outcome.end for outcome in found.values()] == [End.COMPILE_FAILED] * 2
+    assert found[0].sources == found[1].sources != {}
+
+
+def test_equal_code_with_another_grid_is_another_candidate():
+    launch = get_op("softmax").point({"R": 64, "N": 512}, {}, symbolic=True).plan("triton").launches[0]
+    wide = replace(launch, kernel=replace(launch.kernel, grid=(launch.kernel.grid[0] * 2,)))
+    source = executable.lower(launch, get_target("sm_90a"))
+    assert source_digest(launch, source) == source_digest(launch, source)
+    assert source_digest(launch, source) != source_digest(wide, source)
+    assert source_digest(launch, source) != source_digest(replace(launch, smaller=(launch.schedule,)), source)
 
 
 def test_a_build_that_hangs_is_ended_at_its_deadline_and_others_are_not(pool):
     found = pool.build([compiling("hang"), softmax("torch")], deadline_s=2)
     assert [outcome.end for outcome in found.values()] == [End.COMPILE_TIMEOUT, End.OK]
     assert "2 s" in found[0].detail
-    assert 2 <= found[0].seconds < 10
+    assert found[0].seconds >= 2
 
 
 def test_too_much_shared_memory_is_told_apart(pool):
@@ -243,10 +286,17 @@ def test_too_much_shared_memory_is_told_apart(pool):
 
 def test_an_interrupted_build_leaves_no_process(pool):
     before = set(marked("compile_pool:serve"))
-    started = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT))
-    started.start()
-    with CompilePool(1, "sm_90a") as own, pytest.raises(KeyboardInterrupt):
-        own.build([compiling("hang")], deadline_s=60)
+
+    def interrupt():
+        while not set(marked("compile_pool:serve")) - before:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    started = threading.Thread(target=interrupt)
+    with CompilePool(1, "sm_90a") as own:
+        started.start()
+        with pytest.raises(KeyboardInterrupt):
+            own.build([compiling("hang")], deadline_s=250)
     started.join()
     assert all(gone(pid) for pid in set(marked("compile_pool:serve")) - before)
 
@@ -254,5 +304,5 @@ def test_an_interrupted_build_leaves_no_process(pool):
 def test_the_last_words_of_a_process_are_kept():
     child = Child("no_such_module:serve")
     with pytest.raises(DiedError, match=r"exit status 1.*No module named 'no_such_module'"):
-        child.receive(60)
+        child.receive(250)
     child.kill()
