@@ -234,6 +234,30 @@ def check_offset_values(name: str, offsets: list[int], owner: str, tokens: int) 
         fail(name, f"ends at {offsets[-1]}, but {owner} has T = {tokens} tokens", "end at T; cut the padding off")
 
 
+def check_slots(name: str, slots: torch.Tensor | None, requests: int, pool: str, size: int, like: torch.Tensor) -> None:
+    """Checks the slot of each request: [B] int32 on the device of `like`; its numbers where it lies on the CPU.
+
+    None stands for slot b of request b. A negative slot is padding; no two requests may share one.
+    """
+    if slots is None:
+        if size != requests:
+            fail(pool, f"has {size} slots for {requests} requests", f"pass {name}, or one slot a request")
+        return
+    check_tensor(name, slots, (torch.int32,))
+    if slots.shape != (requests,):
+        fail(name, f"has shape {list(slots.shape)}, needs [B] = [{requests}]", "pass a slot a request")
+    if slots.device != like.device:
+        fail(name, f"is on {slots.device}, the inputs are on {like.device}", f"{name}.to({str(like.device)!r})")
+    check_contiguous_rows(name, slots)
+    if has_data(slots):
+        used = [i for i in slots.tolist() if i >= 0]
+        if used and max(used) >= size:
+            fail(name, f"names slot {max(used)} of a pool of {size}", "number slots from 0; -1 is padding")
+        if len(set(used)) != len(used):
+            twice = next(i for i in used if used.count(i) > 1)
+            fail(name, f"names slot {twice} twice", "give each request its own slot; -1 is padding")
+
+
 def has_data(x: torch.Tensor) -> bool:
     """Whether the tensor's numbers can be looked at without waiting for a GPU."""
     return (

@@ -34,6 +34,7 @@ from k3dsl.language import (
     cummax,
     cumprod,
     cumsum,
+    dequantize_mxfp4,
     dot,
     erf,
     exp,
@@ -69,6 +70,7 @@ from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.inputs import Case, make, make_decode
 from k3dsl.ops.kda.reference import recurrence
 from k3dsl.ops.kda.space import DECODE, FORWARD
+from k3dsl.ops.moe import reference as moe_reference
 from k3dsl.ops.registry import get_op
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime.metrics import relative_rms
@@ -138,6 +140,21 @@ def whole(*shape: int, low: int = -9, high: int = 9, dtype: torch.dtype = torch.
 
 
 FOUR = lambda d, c: (4,)  # noqa: E731  # a grid
+
+
+@construct(
+    packed=whole(4, 3, 48, low=0, high=256, dtype=torch.uint8),
+    scale=whole(4, 3, 3, low=110, high=140, dtype=torch.uint8),
+)
+@kernel(grid=FOUR)
+def packed_numbers(d, c, packed=In("4 3 48"), scale=In("4 3 3"), o=Out("4 3 96", f32), p=Out("4 8 64", f32)):
+    """Codes of 4 bits with scales, in tiles whose extents are powers of two and others."""
+    i = program_id(0)
+    o[i] = dequantize_mxfp4(packed[i], scale[i]).to(f32)
+    same = arange(8) % 3
+    p[i] = dequantize_mxfp4(packed[i, same, span(16, 32)], scale[i, same, span(1, 2)]).to(f32)
+
+
 POISON = random(4, 96)
 POISON[1, 7] = POISON[2, 90] = float("nan")
 
@@ -350,6 +367,8 @@ ATTENTION = {"block_q": 16, "block_k": 16, "num_warps": 4}
 op_case("attention", {"B": 1, "T": 40, "S": 40, "H": 2, "HK": 1, "D": 32, "V": 48}, **ATTENTION)
 op_case("attention", {"B": 2, "T": 17, "S": 50, "H": 1, "HK": 1, "D": 16, "V": 16}, **ATTENTION, causal=False)
 op_case("segment_sum", {"T": 70, "N": 9, "D": 20}, block_t=8)
+op_case("causal_conv1d.update", {"B": 3, "T": 2, "P": 130, "W": 4, "pool": 5}, block_p=128)
+op_case("gated_rmsnorm", {"N": 5, "H": 3, "D": 48}, tokens=2, heads=2, activation="silu")
 
 
 # ---- KDA: against the recurrence in float64, and factor by factor against the torch backend ----------------------------
@@ -422,6 +441,56 @@ def kda_decode() -> Outcome:
 
 
 CASES["kda-decode"] = kda_decode
+
+
+def kda_step(**settings: Any) -> Outcome:
+    """Two requests and one of padding, three tokens, against the chain of fp64 references."""
+    op, dims = get_op("kda.step"), {"B": 3, "T": 3, "H": 2, "K": 64, "V": 64, "W": 4, "pool": 6}
+    chosen = {"dtype": "f32", "gate_dtype": "f32", "beta_dtype": "f32", **settings}
+    point = op.point(dims, chosen, symbolic=True)
+    assert op.inputs is not None
+    assert op.reference is not None
+    drawn = op.inputs(dims, point.options, "cpu", 0)
+    if not settings:
+        drawn["slots"][1] = -1
+    expected = op.reference(**drawn)
+    q, k, v = (part.unflatten(-1, (2, 64)).contiguous() for part in drawn["qkv"].split(128, -1))
+    tensors = {n: x for n, x in drawn.items() if isinstance(x, torch.Tensor) and n != "qkv"}
+    tensors |= {"q": q, "k": k, "v": v, "dt_bias": drawn["dt_bias"].view(2, 64)}
+    got = run_plan(point.plan("torch"), tensors, dims)
+    return {n: (relative_rms(got[n], expected[n]), 1e-5) for n in expected}
+
+
+def moe_choice(name: str, dims: Mapping[str, int], **settings: Any) -> None:
+    """Selection and sorting, whose tensors have no dtype to choose, against their references."""
+
+    def run() -> Outcome:
+        op = get_op(name)
+        point = op.point(dims, settings, symbolic=True)
+        assert op.inputs is not None
+        drawn = op.inputs(dims, point.options, "cpu", 0)
+        if name == "moe.sort":
+            got = run_plan(point.plan("torch"), {"ids": drawn["ids"].flatten()}, dims)
+            return {n: (relative_rms(got[n], x), 0.0) for n, x in moe_reference.sort(**drawn).items()}
+        drawn["logits"][1] = float("nan")
+        weights, ids = moe_reference.topk(**drawn)
+        got = run_plan(point.plan("torch"), {"partial": drawn["logits"][None], "bias": drawn["bias"]}, dims)
+        return {"weights": (relative_rms(got["weights"], weights), 1e-5), "ids": (relative_rms(got["ids"], ids), 0.0)}
+
+    CASES[f"{name}-{'-'.join(map(str, [*dims.values(), *settings.values()]))}"] = run
+
+
+moe_choice("moe.topk", {"T": 6, "E": 40, "K": 6}, rows=4)
+moe_choice("moe.topk", {"T": 3, "E": 64, "K": 4}, scoring="softmax", scale=2.5)
+moe_choice("moe.sort", {"T": 50, "E": 9, "K": 3}, chunk=64, block_m=16)
+op_case("moe.situ", {"R": 5, "I": 70}, block=64)
+op_case("moe.situ", {"R": 5, "I": 70}, block=64, backward=True)
+EXPERTS = {"block_m": 16, "block_n": 32, "block_k": 32, "block_d": 128, "chunk": 64}
+op_case("moe.experts", {"T": 9, "E": 5, "K": 2, "D": 48, "I": 40}, **EXPERTS)
+op_case("moe.experts", {"T": 9, "E": 5, "K": 2, "D": 48, "I": 40}, **EXPERTS, swap_ab=True, group=4, ranks=2)
+
+CASES["kda-step"] = kda_step
+CASES["kda-step-kept"] = lambda: kda_step(kept=True, v_first=True)
 
 
 def main(path: str) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from k3dsl.ops.attention.decode_space import ATTENTION_DECODE
 from k3dsl.ops.attention.space import ATTENTION
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_same, check_tensor, fail
+from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_same, check_tensor, fail, has_data
 
 _call = Caller(ATTENTION)
+_decode = Caller(ATTENTION_DECODE)
 _PRECISIONS = ("ieee", "tf32x3", "tf32")
 MAX_WIDTH = 256
 
@@ -103,7 +105,89 @@ def attention(
     Raises:
         ArgumentError: naming the argument, the reason and the remedy.
     """
-    for name, x, dims in (("q", q, "[B, T, H, D]"), ("k", k, "[B, S, HK, D]"), ("v", v, "[B, S, HK, V]")):
+    T, S = _check_heads(q, k, v, "k", "v")
+    if causal and S < T:
+        fail("k", f"has S = {S} keys for T = {T} queries", "a causal mask needs S of at least T; or causal=False")
+    _check_numbers(scale, precision)
+    o, lse = _attention(q, k, v, causal, None if scale is None else float(scale), return_lse, precision)
+    return (o, lse) if return_lse else o
+
+
+@torch.library.custom_op("k3dsl::attention_decode", mutates_args=())
+def _attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    scale: float | None,
+    return_lse: bool,
+    precision: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (B, T, H, D), (S, HK, V) = q.shape, v_cache.shape[1:]
+    if B * T * S == 0:  # no key: the sum over nothing
+        lse = q.new_full((B, H, T) if return_lse else (0,), -math.inf, dtype=torch.float32)
+        return q.new_zeros((B, T, H, V)), lse
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    dims = {"B": (B,), "T": 1 if T == 1 else (T,), "S": (S, 128), "H": H, "HK": HK, "D": D, "V": V}
+    options = {"dtype": q.dtype, "scale": scale, "lse": return_lse, "precision": precision}
+    out = _decode(tensors, dims, options)
+    return out["o"], out["lse"] if return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+@_attention_decode.register_fake
+def _(q, k_cache, v_cache, cache_seqlens, scale, return_lse, precision):
+    B, T, H, _ = q.shape
+    lse = q.new_empty((B, H, T) if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty((B, T, H, v_cache.shape[-1])), lse
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    precision: str = "ieee",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal softmax attention of each request's last T tokens against its cache; for decoding and for prefill in parts.
+
+    Args:
+        q: [B, T, H, D]. k_cache: [B, S, HK, D]. v_cache: [B, S, HK, V], the keys and values of the T tokens already in
+            them. Dtypes, widths and strides: as `attention`.
+        cache_seqlens: [B] int32, how many slots of a request's cache are filled, the T tokens included. What lies in the
+            others is never looked at. Query i of a request with n filled slots sees those up to i + n - T; one that sees none
+            (an empty cache, or n less than T) has output 0. Its numbers are checked where it lies on the CPU.
+        scale, return_lse, precision: as `attention`; the log-sum-exp of a query without keys is -inf.
+
+    Returns:
+        o [B, T, H, V] in q's dtype, or (o, lse [B, H, T] fp32). Not differentiable.
+
+    Raises:
+        ArgumentError: naming the argument, the reason and the remedy.
+    """
+    _, S = _check_heads(q, k_cache, v_cache, "k_cache", "v_cache")
+    check_tensor("cache_seqlens", cache_seqlens, (torch.int32,))
+    if cache_seqlens.shape != q.shape[:1]:
+        fail(
+            "cache_seqlens", f"has shape {list(cache_seqlens.shape)}, needs [B] = [{q.shape[0]}]", "a length a request"
+        )
+    check_same("cache_seqlens", cache_seqlens, "q", q, dtype=False)
+    check_contiguous_rows("cache_seqlens", cache_seqlens)
+    if has_data(cache_seqlens):
+        for b, n in enumerate(cache_seqlens.tolist()):
+            if not 0 <= n <= S:
+                fail("cache_seqlens", f"is {n} for request {b}, the cache has {S} slots", "count filled slots")
+    _check_numbers(scale, precision)
+    scale = None if scale is None else float(scale)
+    o, lse = torch.ops.k3dsl.attention_decode(q, k_cache, v_cache, cache_seqlens, scale, return_lse, precision)
+    return (o, lse) if return_lse else o
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, value: str) -> tuple[int, int]:
+    """Checks queries, keys and values, by their names, against each other. Returns T and S."""
+    for name, x, dims in (("q", q, "[B, T, H, D]"), (key, k, "[B, S, HK, D]"), (value, v, "[B, S, HK, V]")):
         check_tensor(name, x)
         check_rank(name, x, 4, dims, f"{name} as {dims}")
         check_contiguous_rows(name, x)
@@ -112,20 +196,21 @@ def attention(
     S, HK, V = v.shape[1:]
     if k.shape[0] != B or k.shape[3] != D:
         fail(
-            "k", f"has shape {list(k.shape)}, needs [B, S, HK, D] with B = {B}, D = {D} of q", "pass keys as wide as q"
+            key, f"has shape {list(k.shape)}, needs [B, S, HK, D] with B = {B}, D = {D} of q", "pass keys as wide as q"
         )
     if v.shape[:3] != k.shape[:3]:
-        fail("v", f"has shape {list(v.shape)}, needs [B, S, HK, V] with {list(k.shape[:3])} of k", "one value a key")
+        reason = f"has shape {list(v.shape)}, needs [B, S, HK, V] with {list(k.shape[:3])} of {key}"
+        fail(value, reason, "one value a key")
     if HK == 0 or H % HK:
-        fail("k", f"has HK = {HK} heads, of which q's H = {H} is no multiple", "repeat or drop heads")
-    for name, width, dim in (("q", D, "D"), ("v", V, "V")):
+        fail(key, f"has HK = {HK} heads, of which q's H = {H} is no multiple", "repeat or drop heads")
+    for name, width, dim in (("q", D, "D"), (value, V, "V")):
         if width % 16 or not 16 <= width <= MAX_WIDTH:
             fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {MAX_WIDTH}", "pad the last dim with zeros")
-    if causal and S < T:
-        fail("k", f"has S = {S} keys for T = {T} queries", "a causal mask needs S of at least T; or causal=False")
+    return T, S
+
+
+def _check_numbers(scale: float | None, precision: str) -> None:
     if scale is not None and not 0 < scale < math.inf:
         fail("scale", f"is {scale}", "pass a positive finite number, or None for 1/sqrt(D)")
     if precision not in _PRECISIONS:
         fail("precision", f"is {precision!r}", f"one of {', '.join(_PRECISIONS)}")
-    o, lse = _attention(q, k, v, causal, None if scale is None else float(scale), return_lse, precision)
-    return (o, lse) if return_lse else o

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +34,7 @@ def chunked(
     state_v_first: bool = False,
     dtype: torch.dtype | None = None,
     chunk_size: int = CHUNK,
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes what `k3dsl.ops.kda.reference.recurrence` computes, ``chunk_size`` tokens a step, with autograd.
 
@@ -43,6 +46,7 @@ def chunked(
         As `recurrence`, except:
         dtype: of the arithmetic and of both results; None means float32, or float64 when q is float64.
         chunk_size: tokens a step.
+        step: what one chunk does, for a relative of KDA; its g may be [B, T, HV]. None: `_step`.
 
     Returns:
         o [B, T, HV, V], zero in rows that belong to no sequence, and the final state [N, HV, K, V] (or [N, HV, V, K]
@@ -100,6 +104,7 @@ def chunked(
         given = initial_state.transpose(-1, -2) if state_v_first else initial_state
         state = state + given.to(dtype)[places]
 
+    one_chunk = step or _step
     finished, outputs = [], []
     streams = zip(running, *(take(x) for x in (q * scale, k, v, g, beta)), strict=True) if running else ()
     for n, *inputs in streams:
@@ -107,9 +112,9 @@ def chunked(
             finished.append(state[n:])
             state = state[:n]
         if torch.is_grad_enabled():
-            o, state = checkpoint(_step, state, *inputs, use_reentrant=False, preserve_rng_state=False)
+            o, state = checkpoint(one_chunk, state, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            o, state = _step(state, *inputs)
+            o, state = one_chunk(state, *inputs)
         outputs.append(o.transpose(1, 2))
     finished.append(state)
 

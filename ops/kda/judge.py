@@ -147,12 +147,17 @@ def forward_peers() -> dict[str, Callable[..., dict[str, Any]]]:
 
 
 def forward_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
-    """The guard's second scan reads its flags, and nothing else where no value was out of range."""
+    """The guards' second passes read their flags, and nothing else where no value was out of range."""
     moved = plan_traffic(plan, dims)
-    for launch in plan.launches:
-        if launch.label == "rescan":
-            flags = launch.kernel.tensor("out_of_range")
-            moved["rescan"] = prod(extent.evaluate(dims) for extent in flags.shape) * flags.dtype.bytes
+    for label, flags_of in (
+        ("rescan", "out_of_range"),
+        ("ends_again", "end_out_of_range"),
+        ("fused_again", "out_of_range"),
+    ):
+        for launch in plan.launches:
+            if launch.label == label:
+                flags = launch.kernel.tensor(flags_of)
+                moved[label] = prod(extent.evaluate(dims) for extent in flags.shape) * flags.dtype.bytes
     return moved
 
 

@@ -284,7 +284,7 @@ def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, 
     aqk[batch, chunk, head] = Q.to(aqk.dtype)
     inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
     xb = store_inverse(c, x, inverse * b[None, :], w.dtype, batch, chunk, head)
-    w[batch, chunk, head] = dot(xb, k_start, precision=c.scan_precision).to(w.dtype)
+    w[batch, chunk, head] = dot(xb, k_start, precision=c.factor_precision).to(w.dtype)
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))
@@ -333,9 +333,7 @@ def rescan(
 
 
 def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence):
-    """The loop over chunks. Returns the state before and after, and the elementwise largest |R| of all chunks."""
-    w, kg, qg, x, aqk, decay = factors
-    operand = f32 if c.wide else w.dtype
+    """The loop over the chunks of a sequence. Returns the state before and after, and the largest |R|; see over_chunks."""
     cols = span(block * c.BV, c.BV)
     if c.varlen:
         begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[sequence + 1].to(i32)
@@ -345,36 +343,66 @@ def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, 
 
     s0 = zeros((c.BV, d.K), f32)
     if initial_state is not None:
-        s0 = initial_state[sequence, head, cols] if c.v_first else initial_state[sequence, head, :, cols].T
-        s0 = s0.to(f32)
+        s0 = initial_rows(c, initial_state, sequence, head, cols)
+    state, largest = over_chunks(c, v, factors, o, s0, batch, head, cols, first, trips, begin, end)
+    return s0, state, largest
 
-    def product(a, b, acc=None):
-        return dot(a, b, acc=acc, precision=c.scan_precision if a.dtype == f32 else None)
+
+def initial_rows(c, initial_state, sequence, head, cols):
+    """A V block of a sequence's initial state as S^T [BV, K] in fp32."""
+    s0 = initial_state[sequence, head, cols] if c.v_first else initial_state[sequence, head, :, cols].T
+    return s0.to(f32)
+
+
+def over_chunks(c, v, factors, o, s0, batch, head, cols, first, trips, begin, end):
+    """Carries S^T [BV, K] over `trips` chunks from number `first`, whose rows start at `begin`; rows at `end` and past it
+    are no tokens. o None: no output. Returns the state and, with the guard, the elementwise largest |R| of all chunks."""
+    w, kg, qg, x, aqk, decay = factors
+    operand = f32 if c.wide else w.dtype
 
     @loop(trips, init=(s0, zeros((c.BV, c.C), f32)) if c.guard else (s0,), label="chunks")
     def carried(i, s, largest=None):
         rows = span(begin + i * c.C, c.C, end=end)
         n = first + i
-        w_n, kg_n, qg_n = w[batch, n, head], kg[batch, n, head], qg[batch, n, head]
+        w_n, kg_n = w[batch, n, head], kg[batch, n, head]
+        qg_n = qg[batch, n, head] if o is not None else None
         v_n = v[batch, rows, head, cols]
-        aqk_n, decay_n = aqk[batch, n, head], decay[batch, n, head]
+        aqk_n = aqk[batch, n, head] if o is not None else None
+        decay_n = decay[batch, n, head]
         sb = s.to(operand)
         v_t = v_n.to(f32 if c.wide else x.dtype).T
         if c.split:
             high, low = x[batch, n, head, :, span(0, c.C)], x[batch, n, head, :, span(c.C, c.C)]
-            r = product(v_t, high.to(v_t.dtype).T)
-            r = product(v_t, low.to(v_t.dtype).T, acc=r)
         else:
-            r = product(v_t, x[batch, n, head].to(v_t.dtype).T)
-        r = r - product(sb, w_n.to(operand).T)
-        rb = r.to(operand)
-        out = product(sb, qg_n.to(operand).T)
-        out = product(rb, aqk_n.to(operand).T, acc=out)
-        o[batch, rows, head, cols] = out.to(o.dtype).T
-        s = product(rb, kg_n.to(operand), acc=s * decay_n[None, :])
+            high, low = x[batch, n, head], None
+
+        def write(out):
+            o[batch, rows, head, cols] = out.to(o.dtype).T
+
+        s, r = chunk_step(c, s, sb, v_t, w_n, kg_n, qg_n, high, low, aqk_n, decay_n, write)
         return (s, maximum(largest, abs(r))) if c.guard else s
 
-    return s0, carried[0], carried[1] if c.guard else None
+    return carried[0], carried[1] if c.guard else None
+
+
+def chunk_step(c, s, sb, v_t, w_n, kg_n, qg_n, high, low, aqk_n, decay_n, write):
+    """One chunk on S^T. sb: the state as an operand. high, low: X, or its rounding and the rest. write: takes the output's
+    transpose [BV, C] in fp32; where there is no output, qg_n and aqk_n are None. Returns the next state and R^T [BV, C]."""
+
+    def product(a, b, acc=None):
+        return dot(a, b, acc=acc, precision=c.scan_precision if a.dtype == f32 else None)
+
+    r = product(v_t, high.to(v_t.dtype).T)
+    if low is not None:
+        r = product(v_t, low.to(v_t.dtype).T, acc=r)
+    r = r - product(sb, w_n.to(sb.dtype).T)
+    rb = r.to(sb.dtype)
+    if qg_n is not None:
+        out = product(sb, qg_n.to(sb.dtype).T)
+        out = product(rb, aqk_n.to(sb.dtype).T, acc=out)
+        write(out)
+    s = product(rb, kg_n.to(sb.dtype), acc=s * decay_n[None, :])
+    return s, r
 
 
 def store_state(c, final_state, state, block, head, sequence):

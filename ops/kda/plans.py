@@ -7,15 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from k3dsl.ir.symbols import Expr, Sym, cdiv
+from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.symbols import Expr, Sym, cdiv, larger
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
 from k3dsl.language import TensorSpec
 from k3dsl.ops.common import Settings, launch_of, spec_of, traced
-from k3dsl.ops.kda import kernels
-from k3dsl.runtime.plan import Plan, buffers_of
+from k3dsl.ops.kda import fused, kernels, segments
+from k3dsl.runtime.plan import Launch, Plan, buffers_of
 
 FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
+BOUNDARIES = ("segment_ends", "transition", "incoming")
+"""What the segmented scan keeps of each segment."""
+FLAGS = ("out_of_range", "end_out_of_range")
 Dims = Mapping[str, Any]
+Schedules = Mapping[str, Mapping[str, Any]]
 
 
 def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
@@ -24,6 +29,7 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
     full = io == f32
     factors: DType = f32 if full else knobs["factors"]
     gram = "levels" if full or not anchored(options, knobs["chunk"]) else "anchor"
+    products = knobs["precision"] if full else {bf16: "bf16", f16: "fp16"}[factors]
     return {
         "C": knobs["chunk"],
         "BV": knobs["block_v"],
@@ -32,7 +38,8 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "gram": gram,
         "gram_dtype": f32 if full else bf16,
         "gram_precision": knobs["precision"] if full else "bf16",
-        "scan_precision": knobs["precision"] if full else {bf16: "bf16", f16: "fp16"}[factors],
+        "factor_precision": products,
+        "scan_precision": products,
         "inverse": knobs["inverse"],
         "inverse_precision": "ieee" if full else knobs["inverse_precision"],
         "approx": knobs["approx"] and not full,
@@ -44,9 +51,15 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "varlen": options["varlen"],
         "tail": tail(dims["T"], knobs["chunk"]) if "T" in dims else False,
         "v_first": options["v_first"],
+        "factors": factors,
         "guard": factors == f16,
         "split": factors == f16 and io == bf16,
         "wide": False,
+        "segments": knobs["segments"],
+        "BM": min(knobs["block_v"], dims["K"]),
+        "map_precision": knobs["map_precision"],
+        "scaled": factors == f16,
+        "fold_precision": "ieee" if full else "tf32x3",
     }
 
 
@@ -72,66 +85,148 @@ def forward(
     schedules: Mapping[str, Mapping[str, Any]] | None = None,
     strides: Mapping[str, tuple[int | Sym, ...]] | None = None,
 ) -> Plan:
-    """prep, then scan. dims: B, T, H (value heads), HK (query and key heads), K, V, N sequences.
+    """prep, then the scan, whole or in segments; or both in one kernel. dims: B, T, H (value heads), HK (query and key
+    heads), K, V, N sequences.
 
     With options['varlen'] also `chunks`, an upper bound of the number of chunks. strides: of the caller's tensors that
     are not contiguous.
     """
-    schedules, spec = schedules or {}, spec_of(strides)
+    spec = spec_of(strides)
     c = variant(dims, knobs, options)
     state_shape = (dims["V"], dims["K"]) if options["v_first"] else (dims["K"], dims["V"])
     d = {**dims, "SA": state_shape[0], "SB": state_shape[1]}
     if not options["varlen"]:
-        d["chunks"] = cdiv(dims["T"], c["C"])
-        d["chunks"] = d["chunks"].constant if d["chunks"].constant is not None else d["chunks"]
+        d["chunks"] = plain(cdiv(dims["T"], c["C"]))
     d["XC"] = 2 * c["C"] if c["split"] else c["C"]
-    io, factors = options["dtype"], f32 if options["dtype"] == f32 else knobs["factors"]
-
-    stored = dict.fromkeys(FACTORS[:-1], factors) | ({"x": bf16} if c["split"] else {})
+    if knobs["segments"] > 1:
+        d["segment_chunks"] = plain(segment_chunks(d["chunks"], knobs["segments"]))
+        sequences = Expr.of(dims["N"])
+        # packed sequences share the segments, and the last one of each may be short
+        d["segments"] = plain(sequences + knobs["segments"] if options["varlen"] else sequences * knobs["segments"])
+    io = options["dtype"]
+    stored = dict.fromkeys(FACTORS[:-1], c["factors"]) | ({"x": bf16} if c["split"] else {})
     offsets = {"cu_seqlens": options["cu_dtype"]} if options["varlen"] else {}
-    prep = traced(
-        kernels.prep,
-        d,
-        c,
-        {
-            **{name: spec(name, io) for name in ("q", "k")},
-            "g": spec("g", options["gate_dtype"]),
-            "beta": spec("beta", options["beta_dtype"]),
-            **gate_tensors(options),
-            **offsets,
-            **({"chunk_table": i32} if options["varlen"] else {}),
-            **stored,
-        },
-    )
-    states: dict[str, DType | TensorSpec | None] = {}
-    if options["initial_state"] is not None:
-        states["initial_state"] = spec("initial_state", options["initial_state"])
-    if options["final_state"] is not None:
-        states["final_state"] = options["final_state"]
-    reads = {
-        "v": spec("v", io),
-        **stored,
-        **states,
+    types = {
+        **{name: spec(name, io) for name in ("q", "k", "v")},
+        "g": spec("g", options["gate_dtype"]),
+        "beta": spec("beta", options["beta_dtype"]),
+        **gate_tensors(options),
         **offsets,
-        **({"chunk_offsets": i32} if options["varlen"] else {}),
+        **stored,
+        **({"chunk_table": i32, "chunk_offsets": i32, "segment_table": i32, "segment_offsets": i32} if offsets else {}),
+        **dict.fromkeys(BOUNDARIES, f32),
+        **dict.fromkeys(FLAGS, i32),
         "o": io,
     }
-    scan = traced(kernels.scan, d, c, {**reads, **({"out_of_range": i32} if c["guard"] else {})})
-    launches = [
-        launch_of("prep", prep, backend, schedules, prep_schedule(c), {"threads": 128}),
-        launch_of("scan", scan, backend, schedules, scan_schedule(c), scan_schedule_tilelang(c)),
-    ]
-    if c["guard"]:
-        wide = {**c, "wide": True, "guard": False, "scan_precision": "tf32"}
-        rescan = traced(kernels.rescan, d, wide, reads)
-        once = {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": 1}}
-        single = {**scan_schedule_tilelang(c), "stages": {"chunks": 1}}
-        launches.append(launch_of("rescan", rescan, backend, schedules, once, single))
-    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, "out_of_range"))
+    if options["initial_state"] is not None:
+        types["initial_state"] = spec("initial_state", options["initial_state"])
+    if options["final_state"] is not None:
+        types["final_state"] = options["final_state"]
+    launches = (one_kernel if knobs["form"] == "one" else two_passes)(d, c, types, backend, schedules or {})
+    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS))
     for name in ("o", "final_state"):
         if name in buffers:
             buffers[name] = replace(buffers[name], role="out")
     return Plan("kda.forward", d, buffers, tuple(launches), knobs, options)
+
+
+def plain(extent: int | Sym | Expr) -> int | Expr:
+    """An extent as a number where it is one."""
+    e = Expr.of(extent)
+    return e if e.constant is None else e.constant
+
+
+def segment_chunks(chunks: int | Sym | Expr, wanted: int) -> Expr:
+    """Chunks of a segment, at least 1, so that `wanted` segments or fewer hold `chunks`."""
+    return larger(cdiv(Expr.of(chunks), wanted), 1)
+
+
+def kernel_of(kernel: Any, d: Dims, c: Settings, types: Mapping[str, Any]) -> IRKernel:
+    """The kernel's IR; of `types` it takes those that it has a parameter for, but no flags where nothing guards."""
+    taken = {n: t for n, t in types.items() if n in kernel.parameters}
+    if not c["guard"]:
+        taken = {n: t for n, t in taken.items() if n not in FLAGS or not kernel.parameters[n].optional}
+    return traced(kernel, d, c, taken)
+
+
+def two_passes(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
+    """prep, and the scan over whole sequences or over segments."""
+    prep = kernel_of(kernels.prep, d, c, types)
+    first = launch_of("prep", prep, backend, schedules, prep_schedule(c), {"threads": 128})
+    if c["segments"] > 1:
+        return [first, *segmented(d, c, types, backend, schedules)]
+    return [first, *guarded("scan", kernels.scan, "rescan", kernels.rescan, d, c, types, backend, schedules)]
+
+
+def guarded(
+    label: str,
+    kernel: Any,
+    again: str,
+    kernel_again: Any,
+    d: Dims,
+    c: Settings,
+    types: Mapping[str, Any],
+    backend: str,
+    schedules: Schedules,
+) -> list[Launch]:
+    """A scan and, where fp16 factors ask for one, the launch that does flagged blocks again with tf32 products."""
+    scan = kernel_of(kernel, d, c, types)
+    launches = [launch_of(label, scan, backend, schedules, scan_schedule(c), scan_schedule_tilelang(c))]
+    if c["guard"]:
+        wide = widened(c)
+        rescan = kernel_of(kernel_again, d, wide, types)
+        once = {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": 1}}
+        single = {**scan_schedule_tilelang(c), "stages": {"chunks": 1}}
+        launches.append(launch_of(again, rescan, backend, schedules, once, single))
+    return launches
+
+
+def widened(c: Settings) -> dict[str, Any]:
+    """The variant whose scan takes its operands in fp32 and multiplies in tf32, which has the range of fp32."""
+    return {**c, "wide": True, "guard": False, "scaled": False, "scan_precision": "tf32"}
+
+
+def segmented(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
+    """The maps of all segments, the fold over them, and the scan over each."""
+    maps = widened(c) if c["map_precision"] == "tf32" else c
+    transitions = kernel_of(segments.transitions, d, maps, types)
+    fold = kernel_of(segments.fold, d, c, types)
+    return [
+        *guarded("ends", segments.ends, "ends_again", segments.ends_again, d, maps, types, backend, schedules),
+        launch_of(
+            "transitions",
+            transitions,
+            backend,
+            schedules,
+            scan_schedule({**maps, "BV": maps["BM"]}),
+            scan_schedule_tilelang({**maps, "BV": maps["BM"]}),
+        ),
+        launch_of("fold", fold, backend, schedules, {"num_warps": 8, "stages": {"segments": 2}}),
+        *guarded("scan", segments.segment_scan, "rescan", segments.segment_rescan, d, c, types, backend, schedules),
+    ]
+
+
+def one_kernel(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
+    """prep and scan in one loop."""
+    whole = kernel_of(fused.fused, d, c, types)
+    launches = [launch_of("fused", whole, backend, schedules, fused_schedule(c), fused_schedule_tilelang(c))]
+    if c["guard"]:
+        again = kernel_of(fused.fused_again, d, widened(c), types)
+        launches.append(
+            launch_of("fused_again", again, backend, schedules, fused_schedule(c), fused_schedule_tilelang(c))
+        )
+    return launches
+
+
+def fused_schedule(c: Settings) -> dict[str, Any]:
+    """Warps that hold the state and a chunk's factors without spills where any number does, and one chunk of loads ahead."""
+    wide = c["BV"] > 64 or c["C"] > 16 or c["gram"] == "levels"
+    return {"num_warps": 8 if wide else 4, "stages": {"chunks": 2 if c["C"] == 16 else 1}}
+
+
+def fused_schedule_tilelang(c: Settings) -> dict[str, Any]:
+    """A warp group for every 64 rows of the state."""
+    return {"threads": max(128, 2 * c["BV"]), "stages": {"chunks": 1}}
 
 
 def prep_schedule(c: Settings) -> dict[str, Any]:

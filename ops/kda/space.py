@@ -9,6 +9,15 @@ from k3dsl.ir.types import bf16, f16, f32, i32, i64
 from k3dsl.ops.kda import judge, kernels, plans
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 
+PLACES = 264
+"""Programs of a scan that a GPU of 132 multiprocessors holds, two on each."""
+LONG = 512
+"""Chunks of a sequence from which segments pay for their extra passes: 16384 tokens."""
+LEAST_CHUNKS = 16
+"""Chunks of a segment at least; the fold's step is about as long as a few chunks of the scan."""
+SEGMENTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 22, 32)
+"""Choices of how many parts a sequence is cut into; between 8 and 32 those that fill 264 places from 24, 16, 12 and 8."""
+
 _HEADS = (
     Dim("H", 96, "value heads", static=True),
     Dim("HK", 0, "query and key heads; 0: as many as value heads", static=True),
@@ -55,6 +64,14 @@ def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
         reasons.append("fp16 inputs need fp16 factors")
     if knobs["chunk"] < kernels.ROWS:
         reasons.append(f"a chunk has at least {kernels.ROWS} rows")
+    if knobs["segments"] == 1 and knobs["map_precision"] != "factors":
+        reasons.append("map_precision is for segments; a scan in one piece has no maps")
+    if options["dtype"] == f32 and knobs["map_precision"] == "tf32":
+        reasons.append("map_precision tf32 is coarser than fp32 inputs ask for")
+    if knobs["form"] == "one" and knobs["segments"] > 1:
+        reasons.append(
+            "form one carries a whole sequence; segments need the factors that form two keeps: set segments=1"
+        )
     return reasons
 
 
@@ -84,7 +101,21 @@ def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
         knobs["block_v"] = 64
     while dims["V"] % knobs["block_v"]:
         knobs["block_v"] //= 2
+    knobs["segments"] = segment_count(dims, knobs)
     return knobs
+
+
+def segment_count(dims: Mapping[str, int], knobs: Mapping[str, Any]) -> int:
+    """Parts of a sequence: as many as fill the GPU, of LEAST_CHUNKS at least; 1 for short sequences or many heads.
+
+    All passes over segments together do between two and three times the work of the serial scan, so fewer than four parts
+    would gain little."""
+    chunks = dims["T"] // max(1, dims["N"] if dims["B"] == 1 else 1) // knobs.get("chunk", 32)
+    programs = dims["N"] * dims["H"] * (dims["V"] // knobs["block_v"])
+    most = min(PLACES // max(1, programs), chunks // LEAST_CHUNKS)
+    if chunks < LONG or most < 4:
+        return 1
+    return max(n for n in SEGMENTS if n <= most)
 
 
 FORWARD = Op(
@@ -105,6 +136,9 @@ FORWARD = Op(
         Knob("precision", ("ieee", "tf32x3"), "ieee", "products of fp32 inputs"),
         Knob("approx", (True, False), True, "fast reciprocal in the gate"),
         Knob("vector", (2, 4, 8), 2, "neighbouring channels a thread of prep holds"),
+        Knob("form", ("two", "one"), "two", "prep and scan as two kernels, or as one without factors in memory"),
+        Knob("segments", SEGMENTS, 1, "parts of a sequence whose states are carried at the same time"),
+        Knob("map_precision", ("factors", "tf32"), "factors", "products of the segments' maps"),
     ),
     options=(
         *_COMMON,
@@ -115,7 +149,7 @@ FORWARD = Op(
         Option("cu_dtype", (None, i32, i64), i32, "of cu_seqlens"),
     ),
     plan=plans.forward,
-    launches=("prep", "scan", "rescan"),
+    launches=("prep", "ends", "ends_again", "transitions", "fold", "scan", "rescan", "fused", "fused_again"),
     inputs=judge.forward_inputs,
     cases=judge.forward_cases,
     call=judge.forward_call,
@@ -128,6 +162,11 @@ FORWARD = Op(
     heuristic=forward_rule,
     prepare_dims=forward_dims,
     cpu_dims={"T": 1024, "H": 4},
+    seeds=(
+        {"segments": 4},
+        {"form": "one", "segments": 1, "chunk": 16, "block_v": 128},
+        {"form": "one", "segments": 1, "chunk": 16},
+    ),
 )
 
 

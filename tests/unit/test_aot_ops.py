@@ -62,6 +62,13 @@ OPS: dict[str, tuple[str, Mapping[str, int], Mapping[str, Any]]] = {
     "attention": ("attention", {"D": 64}, {"block_q": 64, "num_warps": 4}),
     "attention-d96": ("attention", {"D": 96, "HK": 8}, {"block_q": 64, "block_k": 32, "num_warps": 4, "lse": False}),
     "segment_sum": ("segment_sum", {}, {}),
+    "causal_conv1d": ("causal_conv1d", {}, {}),
+    "causal_conv1d-varlen": ("causal_conv1d", {"N": 3}, {"varlen": True, "initial_state": "f32", "final_state": "f32"}),
+    "causal_conv1d.update": ("causal_conv1d.update", {"T": 2}, {}),
+    "gated_rmsnorm": ("gated_rmsnorm", {}, {}),
+    "kda.step": ("kda.step", {}, {}),
+    "kda.step-kept": ("kda.step", {"T": 4}, {"kept": True, "v_first": True, "state": "bf16"}),
+    "kda.commit": ("kda.commit", {}, {}),
 }
 PRODUCTS = {"matmul", "matmul-edges", "attention", "attention-d96"}
 QUICK = [("matmul", target) for target in TARGETS] + [(name, "sm_90a") for name in OPS if name != "matmul"]

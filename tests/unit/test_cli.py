@@ -37,7 +37,7 @@ def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -337,3 +337,4 @@ def test_demo_compiles_runs_and_says_what_comes_next():
     assert "decoded state against the long prefill's" in shown
     assert "FAIL" not in shown
     assert "k3dsl run kda.forward --cases whole" in shown
+    assert "winner: block_k=" in shown

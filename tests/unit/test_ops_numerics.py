@@ -18,6 +18,17 @@ from k3dsl.passes.exponents import check_exponents
 VARIANTS = {
     "kda.forward": ({}, {"gate": "softplus"}, {"gate": "none"}, {"dtype": "f32"}, {"varlen": True}),
     "kda.decode": ({}, {"gate": "softplus"}, {"gate": "none"}, {"in_place": False}),
+    "mla.prefill": ({}, {"varlen": True, "lse": True}, {"causal": False, "packed": False}),
+    "mla.decode": ({}, {"block_n": 128}, {"tail": "masked", "num_splits": 1, "lse": True}),
+    "attnres.site": ({}, {"logits": True}, {"unroll": True}),
+    "attnres.phase1": ({}, {"dtype": "f32"}),
+    "gated_delta_rule": ({}, {"varlen": True}, {"dtype": "f32"}),
+    "linear_attention": ({}, {"normalize": True}, {"dtype": "f16"}),
+    "attention.decode": ({}, {"splits": 8}),
+    "moe.topk": ({}, {"scoring": "softmax"}),
+    "moe.router": ({}, {"dtype": "f32", "splits": 4, "bias": False}),
+    "moe.experts": ({}, {"weights": "mxfp4", "swap_ab": True}, {"activation": "silu", "group": 4}),
+    "moe.situ": ({}, {"backward": True}),
 }
 POINTS = [(name, settings) for name in op_names() for settings in VARIANTS.get(name, ({},))]
 

@@ -153,7 +153,7 @@ def test_reading_facts_does_not_import_torch():
         f"package.__path__ = [{str(_package_folder())!r}]; sys.modules['k3dsl'] = package;"
         "from k3dsl.targets import get_target; get_target('sm_90a'); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 def _package_folder():

@@ -1,0 +1,1 @@
+"""Depthwise causal convolution of a few taps: kernels, reference, knobs and the torch functions."""
