@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -34,7 +34,7 @@ class Packing:
         check_offsets("cu_seqlens", cu_seqlens)
         numbers = cu_seqlens.tolist()
         check_offset_values("cu_seqlens", numbers, "input_ids", tokens)
-        lengths = [b - a for a, b in zip(numbers[:-1], numbers[1:], strict=True)]
+        lengths = [b - a for a, b in pairwise(numbers)]
         return cls(tuple(lengths), cu_seqlens.to(torch.int32))
 
     @classmethod

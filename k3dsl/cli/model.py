@@ -1,4 +1,4 @@
-"""`k3dsl model`: the network: what it weighs and what generating with it keeps."""
+"""`k3dsl model`: the network: what it weighs, what generating with it keeps, how fast it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from k3dsl.cli import model_bench
 from k3dsl.cli.common import Json
 from k3dsl.cli.output import print_json, print_table
 
@@ -60,6 +61,9 @@ def info_command(model: ModelName, as_json: Json = False) -> None:
         print(f"AttnRes snapshots at layers {', '.join(map(str, info.snapshot_layers))}")
     print(f"features: {', '.join(info.features)}\n")
     print_table("memory", ("what", ">bytes", ""), _memory_rows(info, config.max_position_embeddings))
+
+
+app.command("bench")(model_bench.bench_command)
 
 
 def _parameter_rows(info: ModelInfo) -> list[list[str]]:
