@@ -92,10 +92,10 @@ def _prefill(
     varlen = cu_seqlens is not None
     N = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else 1
     numbers = {"B": B, "T": T, "S": S, "H": H, "D": D, "E": E, "V": V, "N": N}
-    known: dict[str, int | Sym] = {**numbers, "T": size_class("T", T, 128), "S": size_class("S", S, 128)}
+    known: dict[str, int | Sym] = {**numbers, "T": size_class("T", T, 128), "S": size_class("S", S, 128), "N": 1}
     known["B"] = 1 if B == 1 else Sym("B", min=1)
     if varlen:
-        known |= {"N": Sym("N", min=1), "blocks": Sym("blocks", min=1)}
+        known["blocks"] = Sym("blocks", min=1)
     options = {
         "dtype": q.dtype,
         "causal": causal,
@@ -112,7 +112,7 @@ def _prefill(
         cu_q = cu_seqlens.to(torch.int32).contiguous()
         cu_k = cu_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int32).contiguous()
         table = block_table(cu_q, cu_k, knobs["block_q"], values["blocks"], causal)
-        tensors |= {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k, "block_table": table}
+        tensors["block_table"] = table
     out = executable(tensors, values)
     return out["o"], out["lse"] if return_lse else q.new_empty(0, dtype=torch.float32)
 

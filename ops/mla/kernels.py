@@ -56,9 +56,7 @@ def mla_prefill(
     k_pe=In("B S E"),
     v=In("B S H V"),
     gate=In("B T H V", optional=True),
-    cu_seqlens=In("N+1", optional=True),
-    cu_seqlens_k=In("N+1", optional=True),
-    block_table=In("blocks 2", i32, optional=True),
+    block_table=In("blocks 5", i32, optional=True),
     o=Out("B T H V"),
     lse=Out("B H T", f32, optional=True),
 ):
@@ -70,19 +68,13 @@ def mla_prefill(
     rank, lane = program_id(0) // c.head_group, program_id(0) % c.head_group
     head, batch = program_id(1) * c.head_group + lane, program_id(2)
     if c.varlen:
-        sequence, block = block_table[rank, 0], block_table[rank, 1]
-        real = sequence >= 0  # rows past the last block: nothing to read, nothing to write
-        at = maximum(sequence, 0)
-        q_start, k_start = cu_seqlens[at].to(i32), cu_seqlens_k[at].to(i32)
-        queries = where(real, cu_seqlens[at + 1].to(i32) - q_start, 0)
-        keys = where(real, cu_seqlens_k[at + 1].to(i32) - k_start, 0)
+        first, q_end, k_start, keys, diagonal = (block_table[rank, column] for column in range(5))
     else:
-        block = query_blocks(d, c) - 1 - rank if c.causal else rank
-        q_start, k_start, queries, keys = 0, 0, d.T, d.S
-    first = block * c.block_q
-    rows = span(q_start + first, c.block_q, end=q_start + queries)
+        first = (query_blocks(d, c) - 1 - rank if c.causal else rank) * c.block_q
+        q_end, k_start, keys, diagonal = d.T, 0, d.S, first + (d.S - d.T)
+    # diagonal: the last key that the first query sees; negative where it sees none
+    rows = span(first, c.block_q, end=q_end)
     q_nope, q_pe = q[batch, rows, head, span(0, d.D)], q[batch, rows, head, span(d.D, d.E)]
-    diagonal = first + (keys - queries)  # the last key that the first query sees; negative where it sees none
     scale = c.scale * LOG2E
 
     def step(edge):

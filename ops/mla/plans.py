@@ -28,8 +28,9 @@ def prefill(
     schedules: Schedules = None,
     strides: Strides = None,
 ) -> Plan:
-    """One launch. dims: B, T, S, H, D, E, V; with options['varlen'] also N and `blocks`, the rows of the block table."""
+    """One launch. dims: B, T, S, H, D, E, V; with options['varlen'] also `blocks`, the rows of the block table."""
     io = options["dtype"]
+    dims = {n: x for n, x in dims.items() if n != "N"}  # the kernel sees packed sequences through the block table
     variant = {
         **options,
         **knobs,
@@ -43,8 +44,7 @@ def prefill(
     tensors: dict[str, DType | TensorSpec | None] = {n: spec(n, io) for n in ("q", "k_nope", "k_pe", "v", "o")}
     tensors["gate"] = spec("gate", io) if options["gate"] else None
     tensors["lse"] = f32 if options["lse"] else None
-    for name in ("cu_seqlens", "cu_seqlens_k", "block_table"):
-        tensors[name] = i32 if options["varlen"] else None
+    tensors["block_table"] = i32 if options["varlen"] else None
     ir = traced(kernels.mla_prefill, dims, variant, tensors)
     default = {"num_warps": knobs["num_warps"], "stages": {"keys": knobs["stages"], "edge": 1}}
     # a warp group for every 64 queries, so that a row's softmax stays in one of them

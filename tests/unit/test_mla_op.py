@@ -141,11 +141,12 @@ def test_knobs_that_do_not_fit_are_refused_with_the_reason() -> None:
 def test_the_block_table_has_every_block_once_those_with_most_keys_first() -> None:
     cu_q, cu_k = torch.tensor([0, 5, 5, 9, 10]), torch.tensor([0, 5, 7, 27, 28])
     # blocks of 4: sequence 0 has blocks that see 4 and 5 keys, sequence 2 one that sees 20, sequence 3 one that sees 1
+    long, late, early, last = [5, 9, 7, 20, 16], [4, 5, 0, 5, 4], [0, 5, 0, 5, 0], [9, 10, 27, 1, 0]
+    none = [0, 0, 0, 0, 0]
     table = block_table(cu_q, cu_k, 4, 10 // 4 + 4, causal=True)
-    assert table.tolist() == [[2, 0], [0, 1], [0, 0], [3, 0], [-1, 0], [-1, 0]]
-    table = block_table(cu_q, cu_k, 4, 6, causal=False)
-    assert table.tolist() == [[2, 0], [0, 0], [0, 1], [3, 0], [-1, 0], [-1, 0]]
-    assert block_table(torch.tensor([0, 0]), torch.tensor([0, 9]), 4, 1, causal=True).tolist() == [[-1, 0]]
+    assert table.tolist() == [long, late, early, last, none, none]
+    assert block_table(cu_q, cu_k, 4, 6, causal=False).tolist() == [long, early, late, last, none, none]
+    assert block_table(torch.tensor([0, 0]), torch.tensor([0, 9]), 4, 1, causal=True).tolist() == [none]
 
 
 # ---- numbers worked out by hand ------------------------------------------------------------------------------------------
