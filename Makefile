@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,tilelang,report,postgresql]'
 	touch $@
 
-demo: $(STAMP) ## compile KDA for a GPU that need not be here, run it and a tuner's sweep on the CPU
+demo: $(STAMP) ## compile KDA for a GPU that need not be here; run it, tune and train on the CPU
 	$(BIN)/k3dsl demo
 
 test: $(STAMP) ## the default tests: no GPU, minutes

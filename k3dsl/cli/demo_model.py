@@ -1,4 +1,4 @@
-"""The last part of `k3dsl demo`: K3-tiny learns some text on the CPU, then reads and writes through the compiled ops."""
+"""A part of `k3dsl demo`: K3-tiny learns some text on the CPU, then reads and writes through the compiled ops."""
 
 from __future__ import annotations
 

@@ -338,3 +338,5 @@ def test_demo_compiles_runs_and_says_what_comes_next():
     assert "FAIL" not in shown
     assert "k3dsl run kda.forward --cases whole" in shown
     assert "winner: block_k=" in shown
+    assert "the same weights, plain torch" in shown
+    assert "it writes: 'The " in shown
