@@ -13,6 +13,7 @@ from k3dsl.autotune.trial import End
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GOOD, BAD, LINE = "#2a7f62", "#b5b5b5", "#333333"
 LOG_FROM = 10
@@ -106,6 +107,15 @@ def _save(path: Path, draw: Callable[..., None], arguments: tuple[Any, ...], hei
     axes = figure.add_subplot()
     draw(axes, *arguments)
     axes.spines[["top", "right"]].set_visible(False)
+    write_figure(path, figure)
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """A figure as a PNG file, whole or not at all. Raises OSError."""
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, suffix=".tmp", delete=False) as file:
-        figure.savefig(file, format="png", dpi=130)
+        try:
+            figure.savefig(file, format="png", dpi=130)
+        except BaseException:
+            os.unlink(file.name)
+            raise
     os.replace(file.name, path)

@@ -96,10 +96,10 @@ def load(path: Path) -> Study:
     return Study(folder, about, tuple(records), result)
 
 
-def check_plots() -> None:
+def check_plots(what: str = "a report") -> None:
     """Raises ArgumentError where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ArgumentError("a report needs matplotlib, which is not installed", fix="pip install 'k3dsl[report]'")
+        raise ArgumentError(f"{what} needs matplotlib, which is not installed", fix="pip install 'k3dsl[report]'")
 
 
 def write_report(path: Path, folder: Path) -> Path:

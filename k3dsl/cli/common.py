@@ -37,6 +37,13 @@ BackendName = Annotated[
     ),
 ]
 GeneratingName = Annotated[str, typer.Option("--backend", help="What generates the code: triton or tilelang.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FOLDER",
+        help="K3, K3-tiny, Kimi-Linear-48B-A3B or Kimi-Linear-tiny; or a folder with a config.json.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the random inputs.")]
 OutputFile = Annotated[Path | None, typer.Option("--output", help="Also write the results to this file, as JSON.")]
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from k3dsl.cli import model_bench
-from k3dsl.cli.common import Json
-from k3dsl.cli.output import print_json, print_table
+from k3dsl.cli import model_bench, model_context
+from k3dsl.cli.common import Json, ModelName
+from k3dsl.cli.output import print_json, print_table, scaled
 
 if TYPE_CHECKING:
     from k3dsl.model.info import ModelInfo
 
 NAME = "model"
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME|FOLDER",
-        help="K3, K3-tiny, Kimi-Linear-48B-A3B or Kimi-Linear-tiny; or a folder with a config.json.",
-    ),
-]
 _LABELS = {
     "embedding": "embedding",
     "kda": "KDA attention",
@@ -63,6 +56,7 @@ def info_command(model: ModelName, as_json: Json = False) -> None:
     print_table("memory", ("what", ">bytes", ""), _memory_rows(info, config.max_position_embeddings))
 
 
+app.command("context")(model_context.context_command)
 app.command("bench")(model_bench.bench_command)
 
 
@@ -103,12 +97,3 @@ def _memory_rows(info: ModelInfo, context: int | None) -> list[list[str]]:
     if cache.break_even_tokens:
         table.append([f"MLA's cache outgrows the states at {cache.break_even_tokens:,} tokens", "", ""])
     return table
-
-
-def scaled(value: float, billion: str = "G") -> str:
-    """Four digits that count and the power of 1000 as K, M, `billion` or T; ends in a space without one."""
-    for unit in ("", "K", "M", billion):
-        if value < 1000:
-            return f"{value:.4g} {unit}"
-        value /= 1000
-    return f"{value:.4g} T"

@@ -51,6 +51,15 @@ def milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
 
 
+def scaled(value: float, billion: str = "G") -> str:
+    """Four digits that count and the power of 1000 as K, M, `billion` or T; ends in a space without one."""
+    for unit in ("", "K", "M", billion):
+        if value < 1000:
+            return f"{value:.4g} {unit}"
+        value /= 1000
+    return f"{value:.4g} T"
+
+
 def megabytes(value: int) -> str:
     """1 MB is 10^6 bytes."""
     return f"{value / 1e6:.4g} MB"

@@ -58,7 +58,7 @@ def prefill_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
         group *= 2
     queries = dims["T"] // max(1, dims["N"])
     if options["dtype"] == f32:
-        return {"block_q": 32, "block_k": 32, "num_warps": 8, "stages": 1, "head_group": group}
+        return {"block_q": 32, "block_k": 16, "num_warps": 8, "stages": 1, "head_group": group}
     if queries <= 64:
         return {"block_q": 16 if queries <= 16 else 64, "num_warps": 4, "stages": 2, "head_group": group}
     return {"head_group": group}
