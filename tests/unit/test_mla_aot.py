@@ -46,6 +46,7 @@ VARIANTS = [
     ("mla.prefill", {}, {"varlen": True, "lse": True, "packed": False}, {"wgmma"}, 0),
     ("mla.prefill", {"T": 33, "S": 100}, {"lse": True}, {"wgmma"}, 0),
     ("mla.prefill", {"T": 16}, {"lse": True}, {"mma.sync"}, 0),
+    ("mla.prefill", {}, {"dtype": "f32"}, set(), 0),
     *[("mla.prefill", {}, dict(seed), {"wgmma"}, 0) for seed in space.PREFILL.seeds],
     # one split writes the result itself: a few numbers that the loop does not use go to local memory and back once
     ("mla.decode", {"B": 64}, {"lse": True}, {"wgmma"}, 128),
