@@ -370,7 +370,6 @@ def kda(
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         state_v_first=state_v_first,
-        check_values=not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor),
     )
     o, state = _kda_forward(
         q,
@@ -528,7 +527,6 @@ def kda_decode(
         A_log=A_log,
         dt_bias=dt_bias,
         state_v_first=state_v_first,
-        check_values=not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor),
     )
     call = torch.ops.k3dsl.kda_decode_ if in_place else torch.ops.k3dsl.kda_decode
     out = call(

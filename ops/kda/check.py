@@ -13,8 +13,10 @@ from k3dsl.ops.common import (
     check_offsets,
     check_rank,
     check_same,
+    check_slots,
     dtype_name,
     fail,
+    has_data,
 )
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,7 +66,6 @@ def check_forward(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     state_v_first: bool = False,
-    check_values: bool = True,
 ) -> Shapes:
     """Checks the arguments of the forward function and returns their dims. Never waits for a GPU.
 
@@ -76,7 +77,6 @@ def check_forward(
         A_log: HV floats; dt_bias: HV*K floats. Neither is looked at without ``use_gate_in_kernel``.
         cu_seqlens: [N+1] int32 or int64 on q's device, then B must be 1. Its numbers (from 0, never down, to T) are
             checked if it lies on the CPU, or in ``cu_seqlens_cpu``, the same numbers on the CPU.
-        check_values: False leaves out the numbers of cu_seqlens, for tensors without data.
 
     Raises:
         ArgumentError: naming the argument, what is wrong with it and the remedy.
@@ -96,7 +96,7 @@ def check_forward(
     if cu_seqlens_cpu is not None:
         _check_host_copy(cu_seqlens, cu_seqlens_cpu)
     host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    if check_values and host is not None and host.device.type == "cpu":
+    if host is not None and has_data(host):
         check_offset_values("cu_seqlens", host.tolist(), "q", tokens)
 
     if initial_state is not None:
@@ -129,7 +129,6 @@ def check_decode(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     state_v_first: bool = False,
-    check_values: bool = True,
 ) -> DecodeShapes:
     """Checks the arguments of the one-token function and returns their dims. Never waits for a GPU.
 
@@ -139,7 +138,6 @@ def check_decode(
             apart, a slot itself is contiguous.
         state_indices: [B] int32, the slot of each request; a negative one is padding, whose state is left alone. No two
             requests may share a slot. None: request b has slot b, and S is B. Its numbers are checked on the CPU only.
-        check_values: False leaves out the numbers of state_indices, for tensors without data.
 
     Raises:
         ArgumentError: naming the argument, what is wrong with it and the remedy.
@@ -156,23 +154,7 @@ def check_decode(
     if not state[:1].is_contiguous():
         fail("state", f"has strides {state.stride()}, but a slot must be contiguous", "lay the pool out as [S, ...]")
     slots = state.shape[0]
-    if state_indices is None:
-        if slots != batch:
-            fail("state", f"has {slots} slots for {batch} requests", "pass state_indices, or one slot a request")
-        return DecodeShapes(batch, heads, value_heads, width, value_width, slots)
-    if state_indices.shape != (batch,):
-        fail("state_indices", f"has shape {list(state_indices.shape)}, needs [B] = [{batch}]", "pass a slot a request")
-    if state_indices.dtype != torch.int32:
-        fail("state_indices", f"is {dtype_name(state_indices.dtype)}, needs int32", "state_indices.to(torch.int32)")
-    check_same("state_indices", state_indices, "q", q, dtype=False)
-    check_contiguous_rows("state_indices", state_indices)
-    if check_values and state_indices.device.type == "cpu":
-        used = [i for i in state_indices.tolist() if i >= 0]
-        if used and max(used) >= slots:
-            fail("state_indices", f"names slot {max(used)} of a pool of {slots}", "number slots from 0; -1 is padding")
-        if len(set(used)) != len(used):
-            twice = next(i for i in used if used.count(i) > 1)
-            fail("state_indices", f"names slot {twice} twice", "give each request its own slot; -1 is padding")
+    check_slots("state_indices", state_indices, batch, "state", slots, q)
     return DecodeShapes(batch, heads, value_heads, width, value_width, slots)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_calls import no_waiting
 
 from k3dsl.errors import K3Error
 from k3dsl.ops import kda
@@ -80,12 +81,8 @@ def test_an_output_never_depends_on_later_tokens_to_the_last_bit(knobs: dict[str
 def test_packed_sequences_replay_in_a_cuda_graph_with_other_lengths_and_no_wait(knobs: dict[str, Any]) -> None:
     kwargs = make(Case("graph", cu_seqlens=(0, 0, 300, 301, 2000), K=128, H=4, state="fp32"), "cuda")
     run(kwargs, "triton", knobs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run(kwargs, "triton", knobs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o, state = run(kwargs, "triton", knobs)

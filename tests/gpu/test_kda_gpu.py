@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_calls import no_waiting
 
 from k3dsl.ops import kda, kda_decode
 from k3dsl.ops.kda.inputs import Case, correctness_cases, make, make_decode
@@ -91,12 +92,9 @@ def test_a_call_never_waits_for_the_gpu() -> None:
     decode = make_decode(Case("sync", K=128, H=4), batch=4, device="cuda")
     kda(**kwargs)
     kda_decode(**decode)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         kda(**kwargs)
         kda_decode(**decode)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_offsets_beyond_two_to_the_31_are_right() -> None:

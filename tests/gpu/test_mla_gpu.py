@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_calls import no_waiting
 
 from k3dsl import ops
 from k3dsl.ops.mla import reference, space
@@ -164,12 +165,8 @@ def test_a_call_never_waits_for_the_gpu() -> None:
         ops.mla_cache_write(**w)
 
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_sdpa_peers_agree_or_say_that_they_cannot() -> None:

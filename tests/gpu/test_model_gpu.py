@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_calls import no_waiting
 from model_examples import random_checkpoint, write_checkpoint
 from reference_network import ReferenceNetwork
 
@@ -65,12 +66,8 @@ def test_a_decode_step_never_waits_for_the_device(networks):
     token = ids(2, 1).cuda()
     network.decode(token, cache, cache.slots)  # builds what is not there yet
     cache.advance([1, 1])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         network.decode(token, cache, cache.slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_gpu_writes_the_tokens_that_the_cpu_writes(networks):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_calls import no_waiting
 
 from k3dsl import ops
 from k3dsl.errors import LegalityError
@@ -133,12 +134,8 @@ def test_an_op_and_its_backward_pass_never_wait_for_the_gpu(name: str) -> None:
             torch.autograd.grad(out, inputs_, torch.ones_like(out))
 
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_weights_and_rows_beyond_2_31_elements(poisoned_memory: None) -> None:

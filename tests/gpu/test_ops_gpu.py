@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_calls import check_replays, no_waiting
 from interpreter_cases import CONSTRUCTS
 from op_examples import BF16, F16, F32, SMALL, Example, attention, matmul, numbers, rmsnorm, segment_sum, softmax
 
@@ -113,29 +114,15 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]:
 @pytest.mark.parametrize("name", ["matmul", "softmax", "rmsnorm", "attention", "segment_sum"])
 def test_an_op_can_be_captured_in_a_cuda_graph_and_replayed_on_new_data(name: str) -> None:
     function, inputs = calls()[name]
-    function(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = function(*inputs)
-    for _ in range(3):
-        for x in inputs:
-            x.copy_(torch.randn_like(x))
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, function(*inputs))
+    check_replays(function, inputs)
 
 
 @pytest.mark.parametrize("name", ["matmul", "softmax", "rmsnorm", "attention", "segment_sum"])
 def test_an_op_never_waits_for_the_gpu(name: str) -> None:
     function, inputs = calls()[name]
     function(*inputs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         function(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_tensors_beyond_2_31_elements() -> None:
