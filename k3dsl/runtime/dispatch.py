@@ -85,8 +85,9 @@ def using_backend(backend: str | None) -> Iterator[None]:
 
 def wanted_backend(device: torch.device) -> str:
     """torch on the CPU; on a GPU what `using_backend`, then K3DSL_BACKEND says: 'auto' leaves it to what was tuned."""
-    wanted = _wanted.get() or str(settings.get("K3DSL_BACKEND"))
-    return "torch" if device.type == "cpu" else wanted
+    if device.type == "cpu":
+        return "torch"
+    return _wanted.get() or str(settings.get("K3DSL_BACKEND"))
 
 
 def choose_backend(device: torch.device) -> str:

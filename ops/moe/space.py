@@ -21,7 +21,7 @@ _ACTIVATION = (
     Option("linear_beta", (), 25.0, "where SiTU's linear factor saturates"),
 )
 _ROWS = Knob("rows", (1, 2, 4, 8), 4, "tokens whose experts a program selects, and its warps")
-_CHUNK = Knob("chunk", (64, 128, 256, 512, 1024), 128, "pairs that a program of the sort counts")
+_CHUNK = Knob("chunk", (16, 64, 128, 256, 512, 1024), 128, "pairs that a program of the sort counts")
 _IDS = Option("ids_dtype", (i32, i64), i32, "of the ids")
 H200_PROGRAMS = 132
 
@@ -184,7 +184,8 @@ ROUTER = Op(
 
 def chunk_rule(dims: Mapping[str, int]) -> int:
     """Short chunks keep a small sort quick; long ones keep the table that one program walks short."""
-    return 128 if dims["T"] * dims["K"] <= 16384 else 512
+    pairs = dims["T"] * dims["K"]
+    return 16 if pairs <= 16 else 128 if pairs <= 16384 else 512
 
 
 SORT = Op(

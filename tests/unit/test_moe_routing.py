@@ -192,7 +192,7 @@ def sorts(ids: torch.Tensor, E: int, block_m: int, **knobs: Any) -> None:
         assert torch.equal(getattr(got, name), wanted), name
 
 
-@pytest.mark.parametrize("chunk", [64, 128, 1024])
+@pytest.mark.parametrize("chunk", [16, 64, 128, 1024])
 @pytest.mark.parametrize("block_m", [16, 128])
 def test_pairs_are_in_the_order_of_experts_and_then_of_tokens(chunk: int, block_m: int, poisoned_memory: None) -> None:
     generator = torch.Generator().manual_seed(0)

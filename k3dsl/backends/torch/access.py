@@ -61,6 +61,7 @@ class Access:
                 before, self.joint = len(shape), op.operands[index.start].shape
         self.window = Window(tuple(shape), tuple(strides))
         self.points = prod(self.joint)
+        self._inner: dict[int, Window] = {}
         # the operands that are scalars on the host, and whether nothing else says where the access leads
         starts = {axis.start for axis in self.axes if axis.kind != "tile"}
         self.scalars = frozenset({n for n in (*starts, *(axis.end for axis in self.axes)) if n is not None})
@@ -78,6 +79,12 @@ class Access:
                 *range(1 + j + before, 1 + j + len(shape)),
             )
             self.from_tile = tuple(int(i) for i in np.argsort(self.to_tile))
+
+    def inner(self, first: int) -> Window:
+        """The window's axes from `first` on."""
+        if first not in self._inner:
+            self._inner[first] = Window(self.window.shape[first:], self.window.strides[first:])
+        return self._inner[first]
 
     def canonical(self, tile: Tensor) -> Tensor:
         return tile if self.from_tile is None else tile.permute(self.from_tile)
@@ -109,15 +116,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class Elements:
-    """Programs whose elements are worked out one by one. offsets: of all of them, flat, those that are not valid of some
-    element in bounds. where: the valid ones. tags: the program of each valid one."""
+    """Programs whose masks and bounds are worked out element by element, but for trailing axes that are whole in all of them:
+    the windows of the points. shape: of their tile. where: the valid points, None for none. at: their numbers among all
+    points of the tile. tags: the program of each."""
 
     rows: Tensor | None
     size: int
-    shape: torch.Size
-    offsets: Tensor
-    valid: Tensor
-    where: Places | None
+    shape: tuple[int, ...]
+    where: Gathered | None
+    at: Tensor
     tags: Tensor | None
 
 

@@ -57,3 +57,14 @@ def take(x: Tensor, positions: np.ndarray) -> Tensor:
     if x.shape[0] == 1:
         return x
     return x.index_select(0, torch.from_numpy(positions).to(x.device))
+
+
+def extremes(x: np.ndarray | Tensor) -> tuple[int, int]:
+    """The least and the greatest of some integers."""
+    if isinstance(x, Tensor):
+        low, high = torch.aminmax(x)
+        return int(low), int(high)
+    if x.size <= 16:  # numpy takes longer to begin
+        values = x.tolist()
+        return min(values), max(values)
+    return int(x.min()), int(x.max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -14,20 +15,31 @@ from k3dsl.ir.graph import Kernel, TensorParam
 from k3dsl.ir.symbols import Expr, Sym
 
 
-@dataclass(slots=True)
+@dataclass
 class BoundTensor:
     """A parameter with its tensor.
 
-    flat: all elements between the tensor's first and last one, as a 1-D view in the dtype that memory is moved in (bytes
-    for 8-bit floats). frozen: nothing this launch writes shares its memory, so that reads may be views.
+    span: how many elements lie between the tensor's first and last one. frozen: nothing this launch writes shares its memory,
+    so that reads may be views.
     """
 
     param: TensorParam
     data: torch.Tensor
-    flat: torch.Tensor
+    span: int
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     frozen: bool
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """All elements of the span as a 1-D view, in the dtype that memory is moved in (bytes for 8-bit floats)."""
+        raw = self.data.view(torch.uint8) if self.as_bytes else self.data
+        return raw.as_strided((self.span,), (1,), raw.storage_offset())
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether memory is moved as bytes."""
+        return self.param.dtype.is_float and self.param.dtype.bits == 8
 
     @property
     def name(self) -> str:
@@ -49,8 +61,8 @@ class Binding:
     kernel: Kernel
     dims: dict[str, int]
     grid: tuple[int, ...]
-    tensors: dict[str, BoundTensor]
-    scalars: dict[str, float]
+    tensors: Mapping[str, BoundTensor]
+    scalars: Mapping[str, float]
     device: torch.device
 
 
@@ -92,33 +104,40 @@ def layout_of(
     if len(tensors) != len(kernel.tensors):
         return None
     found: list[Hashable] = []
-    storages: dict[int, int] = {}
+    storages: dict[int | torch.SymInt, int] = {}
     for param in kernel.tensors:
         t = tensors.get(param.name)
         if t is None:
             return None
-        # which tensors share a storage, by the number of the first that has it; an empty one has none
-        storage = t.untyped_storage().data_ptr()
+        # which tensors share a storage, by the number of the first that has it; of an empty one nothing is accessed
+        storage = t.data_ptr() - t.storage_offset() * t.element_size()
         found.append((t.shape, t.stride(), t.dtype, t.device, storages.setdefault(storage, len(storages))))
     return tuple(found), tuple((dims or {}).items()), tuple(scalars or ())
 
 
+class _Rebound(dict[str, BoundTensor]):
+    """The parameters of a known binding with other tensors, made as they are asked for."""
+
+    def __init__(self, known: Mapping[str, BoundTensor], tensors: Mapping[str, torch.Tensor | None]) -> None:
+        super().__init__()
+        self._known, self._tensors = known, tensors
+
+    def __missing__(self, name: str) -> BoundTensor:
+        tensor, known = self._tensors[name], self._known[name]
+        assert tensor is not None
+        found = self[name] = BoundTensor(known.param, tensor, known.span, known.extents, known.strides, known.frozen)
+        return found
+
+
 def rebind(known: Binding, tensors: Mapping[str, torch.Tensor | None], scalars: Mapping[str, float] | None) -> Binding:
     """A binding of the same layout to other tensors and scalars. Nothing is checked again."""
-    bound = {}
-    for name, one in known.tensors.items():
-        tensor = tensors[name]
-        assert tensor is not None
-        raw = tensor.view(torch.uint8) if one.flat.dtype != one.data.dtype else tensor
-        flat = raw.as_strided(one.flat.shape, (1,), raw.storage_offset())
-        bound[name] = BoundTensor(one.param, tensor, flat, one.extents, one.strides, one.frozen)
-    return Binding(known.kernel, known.dims, known.grid, bound, dict(scalars or {}), known.device)
+    return Binding(known.kernel, known.dims, known.grid, _Rebound(known.tensors, tensors), scalars or {}, known.device)
 
 
 def without_data(binding: Binding) -> Binding:
     """A binding of the same layout to tensors on the meta device, which hold no memory."""
     bound = {
-        name: BoundTensor(t.param, t.data.to("meta"), t.flat.to("meta"), t.extents, t.strides, t.frozen)
+        name: BoundTensor(t.param, t.data.to("meta"), t.span, t.extents, t.strides, t.frozen)
         for name, t in binding.tensors.items()
     }
     return replace(binding, tensors=bound)
@@ -231,9 +250,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _bound(param: TensorParam, tensor: torch.Tensor, frozen: bool) -> BoundTensor:
     data = tensor.detach()
-    raw = data.view(torch.uint8) if param.dtype.is_float and param.dtype.bits == 8 else data
     size = 0
     if data.numel():
         size = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
-    flat = raw.as_strided((size,), (1,), raw.storage_offset())
-    return BoundTensor(param, data, flat, tuple(data.shape), tuple(data.stride()), frozen)
+    return BoundTensor(param, data, size, tuple(data.shape), tuple(data.stride()), frozen)

@@ -88,15 +88,17 @@ _COMPARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 Compute = Callable[..., Tensor]
 """A pure op on its operands."""
-Maker = Callable[[Op, Numerics], Compute]
-"""What computes an op: everything that does not depend on operands is worked out once."""
+Maker = Callable[[Op, Numerics], "Compute | None"]
+"""What computes an op: everything that does not depend on operands is worked out once. None: not on its operands alone."""
 
 
-def settled(f: Compute, dtype: DType, numerics: Numerics) -> Compute:
-    """f with its result rounded to `dtype` and held as such."""
+def settled(f: Compute, dtype: DType, numerics: Numerics, known: torch.dtype | None = None) -> Compute:
+    """f with its result rounded to `dtype` and held as such. known: the dtype that f gives, None to look every time."""
     if dtype.is_float and dtype.bits == 8:
         return lambda *xs: numerics.settle(f(*xs), dtype)
     held = numerics.held(dtype)
+    if known == held:
+        return f
 
     def one(a: Tensor) -> Tensor:
         x = f(a)
@@ -113,7 +115,8 @@ def _transcendental(f: Compute) -> Maker:
     def make(op: Op, numerics: Numerics) -> Compute:
         # 16-bit floats are computed in fp32 and rounded once, at the end
         narrow = numerics.held(op.operands[0].dtype) in (torch.float16, torch.bfloat16)
-        return settled((lambda x: f(x.float())) if narrow else f, op.result.dtype, numerics)
+        known = torch.float32 if narrow else numerics.held(op.operands[0].dtype)
+        return settled((lambda x: f(x.float())) if narrow else f, op.result.dtype, numerics, known)
 
     return make
 
@@ -123,7 +126,11 @@ def _unary(f: Compute) -> Maker:
 
 
 def _binary(f: Compute) -> Maker:
-    return lambda op, numerics: settled(f, op.result.dtype, numerics)
+    def make(op: Op, numerics: Numerics) -> Compute:
+        left, right = (numerics.held(v.dtype) for v in op.operands)
+        return settled(f, op.result.dtype, numerics, left if left == right and left != torch.bool else None)
+
+    return make
 
 
 def _where(op: Op, numerics: Numerics) -> Compute:
@@ -132,6 +139,9 @@ def _where(op: Op, numerics: Numerics) -> Compute:
 
 def _cast(op: Op, numerics: Numerics) -> Compute:
     source, dtype = op.operands[0].dtype, op.result.dtype
+    held = numerics.held(dtype)
+    if not dtype.is_bool and not (source.is_float and dtype.is_int) and not (dtype.is_float and dtype.bits == 8):
+        return lambda x: x.to(held)
     return lambda x: numerics.convert(x, source, dtype)
 
 

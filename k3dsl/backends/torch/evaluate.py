@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from k3dsl.backends.torch.machine import Constants, Env, Machine
 from k3dsl.backends.torch.memory import Memory
 from k3dsl.backends.torch.plan import RegionPlan, bytes_per_program, plan
 from k3dsl.backends.torch.races import access_kinds
+from k3dsl.backends.torch.script import Script, launch_script
 from k3dsl.backends.torch.tiles import TILES
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Kernel, Op
@@ -54,12 +56,14 @@ class Program:
 class Layout:
     """What an evaluator knows of launches of one layout. known: a binding without its tensors' data.
     accesses: by op. tapes: one a slab, of what is the same in all of them; None before they are recorded, or where they would
-    be too long. seen: launches so far. by_contents: the same for launches whose small integer tensors hold the same."""
+    be too long. scripts: one a tape, None where the tape is left to the machine. seen: launches so far. by_contents: the same
+    for launches whose small integer tensors hold the same."""
 
     program: Program
     known: Binding
     accesses: dict[int, Access] = field(default_factory=dict)
     tapes: list[Tape] | None = None
+    scripts: list[Script | None] = field(default_factory=list)
     seen: int = 0
     by_contents: OrderedDict[bytes, Layout] = field(default_factory=OrderedDict)
 
@@ -111,16 +115,25 @@ class Evaluator:
                 program.settled if again else frozenset[str](),
             )
             machine = Machine(binding, self.numerics, memory, self._constants)
-            total = int(np.prod([max(0, g) for g in binding.grid], dtype=np.int64))
+            total = prod(max(0, g) for g in binding.grid)
             if total >= 2**31:
                 raise EvaluationError(f"kernel {self.kernel.name}: a grid of {total} programs is too large")
             for n, first in enumerate(range(0, total, self.programs_per_slab)):
+                if n < len(layout.scripts):
+                    script = layout.scripts[n]
+                    if script is not None:
+                        script.run(machine, list(machine.scalars().values()))
+                        continue
                 ids = np.arange(first, min(total, first + self.programs_per_slab), dtype=np.int64)
                 if tapes is not None:
                     if not again:
                         tapes.append(Tape(budget))
                     machine.use(tapes[n], again)
-                machine.run(program.body, machine.scalars(), Batch(ids, binding.grid))
+                batch = Batch(ids, binding.grid)
+                if again and n == len(layout.scripts) and tapes is not None:
+                    home = binding.device.type == "cpu"
+                    layout.scripts.append(launch_script(machine, program.body, tapes[n], batch) if home else None)
+                machine.run(program.body, machine.scalars(), batch)
             if tapes is not None and not again and budget.left:
                 layout.tapes = tapes
 
@@ -139,7 +152,8 @@ class Evaluator:
             if signature is not None:
                 _remember(self._layouts, signature, layout, LAYOUTS)
         else:
-            self._layouts.move_to_end(signature)
+            if len(self._layouts) > LAYOUTS // 2:  # far from full, the order does not matter
+                self._layouts.move_to_end(signature)
             binding = rebind(layout.known, tensors, scalars)
             layout = self._by_contents(layout, binding)
         layout.seen += 1
@@ -177,7 +191,7 @@ def _resolve(region: RegionPlan, numerics: Numerics) -> None:
         maker = ELEMENTWISE.get(op.opcode) or TILES.get(op.opcode)
         if maker is not None:
             step.compute = maker(op, numerics)
-            step.call = _call(step.compute, op)
+            step.call = None if step.compute is None else _call(step.compute, op)
         for inner in step.regions:
             _resolve(inner, numerics)
 
@@ -233,13 +247,14 @@ def evaluate(
     Evaluator(kernel, compute_dtype=compute_dtype, check=check, slab_bytes=slab_bytes)(tensors, dims, scalars)
 
 
-@contextmanager
-def _full_precision() -> Iterator[None]:
+def _full_precision() -> AbstractContextManager[None]:
     """fp32 products are fp32, whatever the process allows elsewhere."""
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
+    return nullcontext() if before == "highest" else _precision_raised(before)
+
+
+@contextmanager
+def _precision_raised(before: str) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     try:
         yield

@@ -24,7 +24,6 @@ from k3dsl.backends.torch.fixed import Branch, Tape
 from k3dsl.backends.torch.memory import Memory
 from k3dsl.backends.torch.plan import RegionPlan, Step
 from k3dsl.backends.torch.races import program_name
-from k3dsl.backends.torch.tiles import named_reduce, named_scan
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Op, Value
 
@@ -57,20 +56,6 @@ class Machine:
         self.device = binding.device
         self._constants = constants  # by op and device; shared with other launches of this kernel
         self._of_dims: Constants = {}
-        self._special = {
-            "program_id": self._program_id,
-            "const": self._constant,
-            "dim": self._constant,
-            "iota": self._constant,
-            "assume": self._assume,
-            "load": self._load,
-            "store": self._write,
-            "atomic_add": self._write,
-            "loop": self._loop,
-            "when": self._when,
-            "reduce": self._reduce,
-            "scan": self._scan,
-        }
 
     def use(self, tape: Tape | None, again: bool) -> None:
         """Records the next run on a tape, or (again) takes from the tape what is fixed; None does neither."""
@@ -88,7 +73,7 @@ class Machine:
 
     def run(self, region: RegionPlan, env: Env, batch: Batch) -> list[Tensor]:
         """Runs the region's ops; `env` holds its arguments and what it takes from outside. Returns what it yields."""
-        again, special, record, at_home = self.again, self._special, self.record, self.device == _CPU
+        again, record, at_home = self.again, self.record, self.device == _CPU
         for step in region.again if again else region.steps:
             op = step.op
             if again and step.fixed:
@@ -99,10 +84,10 @@ class Machine:
                 else:
                     env[op.results[0]] = self._pure(step, [env[v] for v in op.operands])
             else:
-                handler = special.get(op.opcode)
+                handler = _SPECIAL.get(op.opcode)
                 if handler is None:
                     raise EvaluationError(f"the torch backend does not know the op {op.opcode!r}", where=op.loc)
-                handler(step, env, batch)
+                handler(self, step, env, batch)
             if record is not None and step.kept:
                 record(env[op.results[0]])
             for v in step.dead_again if again else step.dead:
@@ -147,8 +132,11 @@ class Machine:
         return self._number(value, v).view(1, *(1,) * v.type.rank).expand(1, *v.shape)
 
     def _assume(self, step: Step, env: Env, batch: Batch) -> None:
-        op = step.op
-        env[op.result] = x = env[op.operands[0]]
+        env[step.op.result] = x = env[step.op.operands[0]]
+        self.check_assumed(step.op, x, batch)
+
+    def check_assumed(self, op: Op, x: Tensor, batch: Batch) -> None:
+        """Raises EvaluationError where a value is not what an `assume` says."""
         values, facts = host(x), op.attrs
         low, high, divisor = facts.get("min"), facts.get("max"), facts.get("divisible_by") or 1
         for text, bad in (
@@ -195,12 +183,12 @@ class Machine:
             if self.record is not None and step.located:
                 self.record(active)
         if step.located:
-            self._run_for(step, env, batch, active)
+            self.run_for(step, env, batch, active)
         else:
             outcome = None if active is None else active.tobytes()
-            self._branch(outcome, lambda: self._run_for(step, env, batch, active))
+            self._branch(outcome, lambda: self.run_for(step, env, batch, active))
 
-    def _run_for(self, step: Step, env: Env, batch: Batch, active: np.ndarray | None) -> None:
+    def run_for(self, step: Step, env: Env, batch: Batch, active: np.ndarray | None) -> None:
         """Runs a region for some programs of the batch, None for all of them."""
         if active is None:
             self.run(step.regions[0], env, batch)
@@ -214,7 +202,6 @@ class Machine:
 
     def _branch(self, outcome: Hashable, run: Callable[[], Any]) -> Any:
         """Runs a region whose control data decide, by the tape of this outcome, or recording one."""
-        before = self.tape, self.record, self.again, self._next
         if self.again:
             branch = self._next()
         elif self.record is not None and self.tape is not None:
@@ -222,6 +209,11 @@ class Machine:
             self.record(branch)
         else:
             return run()
+        return self.enter(branch, outcome, run)
+
+    def enter(self, branch: Branch, outcome: Hashable, run: Callable[[], Any]) -> Any:
+        """Runs a region by the tape that a branch has for an outcome, or recording one."""
+        before = self.tape, self.record, self.again, self._next
         known = branch.tapes.get(outcome)
         tape = Tape(branch.budget) if known is None else known
         self.use(tape if known is not None or branch.budget.left else None, known is not None)
@@ -244,14 +236,14 @@ class Machine:
                 self.record((start, trips))
         carries = [env[v] for v in op.operands[2:]]
         if step.located:
-            carries = self._turns(step, env, batch, start, trips, carries)
+            carries = self.turns(step, env, batch, start, trips, carries)
         else:
             outcome = (start.tobytes(), trips.tobytes())
-            carries = self._branch(outcome, lambda: self._turns(step, env, batch, start, trips, carries))
+            carries = self._branch(outcome, lambda: self.turns(step, env, batch, start, trips, carries))
         for v, x in zip(op.results, carries, strict=True):
             env[v] = x
 
-    def _turns(
+    def turns(
         self, step: Step, env: Env, batch: Batch, start: np.ndarray, trips: np.ndarray, carries: list[Tensor]
     ) -> list[Tensor]:
         """All iterations of a loop."""
@@ -305,19 +297,25 @@ class Machine:
             inner = {v: take(x, staying) for v, x in inner.items()}
         return results
 
-    def _reduce(self, step: Step, env: Env, batch: Batch) -> None:
+    def _combine(self, step: Step, env: Env, batch: Batch) -> None:
+        """A reduction or scan by a combine region; those that have a name are pure ops."""
         op = step.op
-        xs = [env[v] for v in op.operands]
-        if step.regions:
-            outs = combined_reduce(self, step, xs, env, batch)
-        else:
-            outs = [named_reduce(op, xs, self.numerics)]
-        for v, x in zip(op.results, outs, strict=True):
-            env[v] = x if self.device == _CPU else self._at_home(x, v)
+        f = combined_reduce if op.opcode == "reduce" else combined_scan
+        for v, x in zip(op.results, f(self, step, [env[v] for v in op.operands], env, batch), strict=True):
+            env[v] = self._at_home(x, v)
 
-    def _scan(self, step: Step, env: Env, batch: Batch) -> None:
-        op = step.op
-        xs = [env[v] for v in op.operands]
-        outs = combined_scan(self, step, xs, env, batch) if step.regions else [named_scan(op, xs, self.numerics)]
-        for v, x in zip(op.results, outs, strict=True):
-            env[v] = x
+
+_SPECIAL: dict[str, Callable[[Machine, Step, Env, Batch], None]] = {
+    "program_id": Machine._program_id,
+    "const": Machine._constant,
+    "dim": Machine._constant,
+    "iota": Machine._constant,
+    "assume": Machine._assume,
+    "load": Machine._load,
+    "store": Machine._write,
+    "atomic_add": Machine._write,
+    "loop": Machine._loop,
+    "when": Machine._when,
+    "reduce": Machine._combine,
+    "scan": Machine._combine,
+}

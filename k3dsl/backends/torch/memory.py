@@ -10,6 +10,7 @@ indices are the same in every launch, what was located is kept (see k3dsl.backen
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from k3dsl.backends.torch.access import Access, Axis, Elements, Located, Windows
-from k3dsl.backends.torch.batch import Batch, host, take
+from k3dsl.backends.torch.batch import Batch, extremes, host, take
 from k3dsl.backends.torch.binding import Binding, BoundTensor
 from k3dsl.backends.torch.dtypes import Numerics
-from k3dsl.backends.torch.places import ELEMENT, Gathered, Places, places
+from k3dsl.backends.torch.places import Gathered, Places, places
 from k3dsl.backends.torch.races import Races, program_name
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Op
@@ -73,20 +74,20 @@ class Memory:
             access = self._accesses[id(op)] = Access(op, self.binding.tensors[op.attrs["tensor"]])
         return access
 
-    def _tracked(self, access: Access) -> bool:
+    def looks_at(self, access: Access) -> bool:
         """Whether conflicts of this access are looked for."""
         return self.races is not None and access.name not in self.settled and self.races.tracks(access.name)
 
     def locate_load(self, op: Op, xs: list[Tensor], batch: Batch) -> Located:
         """Where a load reads. Raises EvaluationError for an element out of bounds that is not masked."""
         access = self._access(op)
-        tracked = not self.binding.tensors[access.name].frozen and self._tracked(access)
+        tracked = not self.binding.tensors[access.name].frozen and self.looks_at(access)
         return self._located(access, xs, batch, tracked, load=True)
 
     def locate_write(self, op: Op, xs: list[Tensor], batch: Batch) -> Located:
         """Where a store or an atomic addition writes. Raises EvaluationError as `locate_load`."""
         access = self._access(op)
-        return self._located(access, xs, batch, self._tracked(access), load=False)
+        return self._located(access, xs, batch, self.looks_at(access), load=False)
 
     def _located(self, access: Access, xs: list[Tensor], batch: Batch, tracked: bool, load: bool) -> Located:
         """Works out an access, or takes it from an earlier one with the same scalars by the same programs."""
@@ -130,7 +131,7 @@ class Memory:
         frozen = self.binding.tensors[access.name].frozen
         every = batch.size if tracked or not load else None
         where = self._places(access, xs, every, view=not load or (frozen and not tracked))
-        valid = self._valid(access, xs, whole=False) if load else None
+        valid = self._valid(access, xs) if load else None
         tags = batch.tags(self.device).repeat_interleave(access.points) if tracked else None
         return Windows(rows, batch.size, where, valid, tags)
 
@@ -138,7 +139,7 @@ class Memory:
         """The tile that a load gives."""
         access = located.access
         tensor = self.binding.tensors[access.name]
-        tracked = not tensor.frozen and self._tracked(access)
+        tracked = not tensor.frozen and self.looks_at(access)
         if len(located.parts) == 1:
             out = self._read(located, located.parts[0], tensor, tracked)
         else:
@@ -157,8 +158,10 @@ class Memory:
         if isinstance(part, Elements):
             if part.where is None:
                 return other.expand(part.shape)
-            raw = tensor.flat.index_select(0, part.offsets).view(part.shape)
-            return torch.where(part.valid, self.numerics.loaded(raw, tensor.param.dtype), other)
+            x = self.numerics.loaded(part.where.read(tensor.flat), tensor.param.dtype)
+            tile = other.expand(part.shape).clone(memory_format=torch.contiguous_format)
+            tile.view(-1, *part.where.window.merged_shape).index_copy_(0, part.at, x)
+            return tile
         raw = part.where.tile(tensor.flat, access.joint)
         x = self.numerics.loaded(raw, tensor.param.dtype)
         if part.where.is_view and not tensor.frozen and x.data_ptr() == raw.data_ptr():
@@ -168,7 +171,7 @@ class Memory:
     def write(self, located: Located, value: Tensor) -> None:
         """Carries out a store or an atomic addition of a tile."""
         access = located.access
-        tensor, tracked = self.binding.tensors[access.name], self._tracked(access)
+        tensor, tracked = self.binding.tensors[access.name], self.looks_at(access)
         value = access.canonical(value).to(self.device)
         value = self.numerics.stored(value, tensor.param.dtype)
         for part in located.parts:
@@ -179,7 +182,9 @@ class Memory:
             own = value if part.rows is None or value.shape[0] == 1 else value.index_select(0, part.rows)
             own = own.expand(part.size, *own.shape[1:])
             assert part.where is not None
-            own = own[part.valid] if isinstance(part, Elements) else own.reshape(-1, *access.window.merged_shape)
+            own = own.reshape(-1, *part.where.window.merged_shape)
+            if isinstance(part, Elements):
+                own = own.index_select(0, part.at)
             if access.op.opcode == "store":
                 part.where.write(tensor.flat, own)
             else:
@@ -204,13 +209,14 @@ class Memory:
                 continue
             assert axis.start is not None
             x = xs[axis.start]
+            low, high = extremes(x)
             if axis.kind == "tile":
-                if int(x.min()) >= 0 and int(x.max()) < axis.extent:
+                if low >= 0 and high < axis.extent:
                     continue
                 ok = _every((x >= 0) & (x < axis.extent))
             else:
                 start = x
-                if (axis.end is None or not unmasked) and start.min() >= 0 and start.max() + axis.size <= axis.extent:
+                if (axis.end is None or not unmasked) and low >= 0 and high + axis.size <= axis.extent:
                     continue
                 stop = start + axis.size
                 ok = stop <= axis.extent
@@ -224,7 +230,7 @@ class Memory:
             if not ok.all():
                 fit = ok if fit is None else fit & ok
         if beyond:
-            inside = self._last(access, xs) < self.binding.tensors[access.name].flat.numel()
+            inside = self._last(access, xs) < self.binding.tensors[access.name].span
             if not inside.all():
                 fit = inside if fit is None else fit & inside
         if unmasked and access.mask_slot is not None:
@@ -275,18 +281,18 @@ class Memory:
             access.other[self.device] = value.to(self.numerics.held(dtype)).to(self.device)
         return access.other[self.device]
 
-    def _valid(self, access: Access, xs: Operands, whole: bool) -> Tensor | None:
+    def _valid(self, access: Access, xs: Operands, whole: int | None = None) -> Tensor | None:
         """Which elements are not masked, broadcastable over [program, *joint, *window]; None when all are.
 
-        whole: do not look for the case that a span lies before its end altogether.
+        whole: the number of the first axis from which on none is masked, where that was looked for.
         """
         valid: Tensor | None = None
-        for axis in access.axes:
+        for axis in access.axes[:whole]:
             if axis.end is None:
                 continue
             assert axis.start is not None
             start, end = xs[axis.start], xs[axis.end]
-            if not whole and (start + axis.size <= end).all():
+            if whole is None and (start + axis.size <= end).all():
                 continue
             rows = (start[:, None] + np.arange(axis.size)) < end[:, None]
             term = access.row_view(axis, torch.from_numpy(rows).to(self.device))
@@ -303,11 +309,22 @@ class Memory:
 
         Raises EvaluationError for an element that is out of bounds and not masked.
         """
-        shape = (batch.size, *access.joint, *access.window.shape)
-        masked = self._valid(access, xs, whole=True)
+        whole = self._whole(access, xs)
+        rank = len(access.window.shape)
+        first = (
+            access.axes[whole].window_axis if whole < len(access.axes) else rank
+        )  # of the window's axes that are whole
+        inner = access.inner(first)
+        shape = (batch.size, *access.joint, *access.window.shape[:first], *(1,) * (rank - first))
+        masked = self._valid(access, xs, whole)
         valid = (torch.ones((), dtype=torch.bool, device=self.device) if masked is None else masked).expand(shape)
         offsets = torch.zeros((), dtype=torch.int64, device=self.device)
         for axis in access.axes:
+            if axis.number >= whole and axis.kind != "scalar":
+                if axis.start is not None:
+                    start = torch.from_numpy(xs[axis.start]).to(self.device)
+                    offsets = offsets + access.point_view(start) * axis.stride
+                continue
             index = self._index(access, axis, xs)
             outside = (index < 0) | (index >= axis.extent)
             if bool(outside.any()):
@@ -315,14 +332,35 @@ class Memory:
                 if bool(bad.any()):
                     self._out_of_bounds(access, axis, index.expand(shape), bad, batch)
             offsets = offsets + index.clamp(0, max(axis.extent - 1, 0)) * axis.stride
-        offsets = offsets.expand(shape)
-        if not bool(valid.any()):
-            return Elements(rows, batch.size, offsets.shape, offsets.reshape(-1), valid, None, None)
+        tile = (batch.size, *access.joint, *access.window.shape)
+        at = valid.reshape(-1).nonzero()[:, 0]
+        if not at.numel():
+            return Elements(rows, batch.size, tile, None, at, None)
+        where = Gathered(inner, offsets.expand(shape).reshape(-1).index_select(0, at))
         tags = None
         if tracked:
-            tags = batch.tags(self.device).view(-1, *(1,) * (offsets.dim() - 1)).expand(offsets.shape)[valid]
-        where = Gathered(ELEMENT, offsets[valid])
-        return Elements(rows, batch.size, offsets.shape, offsets.reshape(-1), valid, where, tags)
+            points = prod(shape[1:])
+            tags = batch.tags(self.device).index_select(0, at // points)
+        return Elements(rows, batch.size, tile, where, at, tags)
+
+    def _whole(self, access: Access, xs: Operands) -> int:
+        """The number of the first axis from which on every row of every program is in bounds and not masked."""
+        if not access.plain:
+            return len(access.axes)
+        whole = len(access.axes)
+        for axis in reversed(access.axes):
+            if axis.kind == "span":
+                assert axis.start is not None
+                start = xs[axis.start]
+                stop = start + axis.size
+                if (
+                    start.min() < 0
+                    or stop.max() > axis.extent
+                    or (axis.end is not None and (stop > xs[axis.end]).any())
+                ):
+                    break
+            whole = axis.number
+        return whole
 
     def _index(self, access: Access, axis: Axis, xs: Operands) -> Tensor:
         """The tensor index along an axis, broadcastable over [program, *joint, *window], int64."""

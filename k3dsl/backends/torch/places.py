@@ -116,7 +116,6 @@ class Gathered:
 
 
 Places = Strided | Gathered
-ELEMENT = Window((), ())
 
 
 def places(window: Window, offsets: np.ndarray, device: torch.device, view: bool) -> Places:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from k3dsl.backends.torch.dtypes import Numerics, round_tf32, to_torch
-from k3dsl.backends.torch.elementwise import Compute, Maker
+from k3dsl.backends.torch.elementwise import Compute, Maker, settled
 from k3dsl.ir.graph import Op
 from k3dsl.ir.opset import MXFP4_GROUP
 from k3dsl.ir.types import DType, bf16, f16
@@ -17,20 +17,16 @@ Evaluate = Callable[[Op, list[Tensor], Numerics], Tensor]
 
 
 def _broadcast(op: Op, numerics: Numerics) -> Compute:
-    shape = op.result.shape
-    ones = (1,) * len(shape)
-
-    def compute(x: Tensor) -> Tensor:
-        if x.dim() == 1:
-            x = x.reshape(-1, *ones)
-        return x.expand(x.shape[0], *shape)
-
-    return compute
+    shape = (-1, *op.result.shape)
+    ones = (-1, *(1,) * len(op.result.shape))
+    if op.operands[0].type.rank == 0:
+        return lambda x: x.reshape(ones).expand(shape)
+    return lambda x: x.expand(shape)
 
 
 def _reshape(op: Op, numerics: Numerics) -> Compute:
-    shape = op.result.shape
-    return lambda x: x.reshape(x.shape[0], *shape)
+    shape = (-1, *op.result.shape)
+    return lambda x: x.reshape(shape)
 
 
 def _permute(op: Op, numerics: Numerics) -> Compute:
@@ -43,39 +39,47 @@ def _select(op: Op, numerics: Numerics) -> Compute:
     return lambda x: x.select(axis, position).reshape(x.shape[0], *shape)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    """16-bit floats are summed in fp32 and rounded once; everything else in its own dtype."""
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
-_REDUCE: dict[str, Callable[[Tensor, int, bool], Tensor]] = {
-    "sum": lambda x, axis, keep: torch.sum(x, axis, keepdim=keep, dtype=_accumulator(x)),
-    "prod": lambda x, axis, keep: torch.prod(x, axis, keepdim=keep, dtype=_accumulator(x)),
-    "max": lambda x, axis, keep: torch.amax(x, axis, keepdim=keep),  # both propagate NaN
-    "min": lambda x, axis, keep: torch.amin(x, axis, keepdim=keep),
-    "any": lambda x, axis, keep: torch.any(x, axis, keepdim=keep),
-    "all": lambda x, axis, keep: torch.all(x, axis, keepdim=keep),
+_REDUCE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "prod": torch.prod,
+    "max": torch.amax,  # both propagate NaN
+    "min": torch.amin,
+    "any": torch.any,
+    "all": torch.all,
 }
-_SCAN: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "sum": lambda x, axis: torch.cumsum(x, axis, dtype=_accumulator(x)),
-    "prod": lambda x, axis: torch.cumprod(x, axis, dtype=_accumulator(x)),
+_SCAN: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.cumsum,
+    "prod": torch.cumprod,
     "max": lambda x, axis: torch.cummax(x, axis).values,
     "min": lambda x, axis: torch.cummin(x, axis).values,
 }
 
 
-def named_reduce(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    """A reduction of one tile by a kind of opset.REDUCE."""
-    f = _REDUCE[op.attrs["kind"]]
-    return numerics.settle(f(xs[0], op.attrs["axis"] + 1, bool(op.attrs.get("keepdim"))), op.result.dtype)
+def _accumulating(op: Op, numerics: Numerics) -> dict[str, torch.dtype]:
+    """The dtype of a sum or product: 16-bit floats are summed in fp32 and rounded once; all else in its own dtype."""
+    if op.attrs["kind"] not in ("sum", "prod"):
+        return {}
+    held = numerics.held(op.operands[0].dtype)
+    return {"dtype": torch.float32 if held in (torch.float16, torch.bfloat16) else held}
 
 
-def named_scan(op: Op, xs: list[Tensor], numerics: Numerics) -> Tensor:
-    """An inclusive scan of one tile by a kind of opset.SCAN."""
-    f, axis = _SCAN[op.attrs["kind"]], op.attrs["axis"] + 1
+def _reduce(op: Op, numerics: Numerics) -> Compute | None:
+    """A reduction of one tile by a kind of opset.REDUCE; None for one with a combine region, which the machine runs."""
+    if op.regions:
+        return None
+    f, axis, keepdim = _REDUCE[op.attrs["kind"]], op.attrs["axis"] + 1, bool(op.attrs.get("keepdim"))
+    options = _accumulating(op, numerics)
+    return settled(lambda x: f(x, axis, keepdim, **options), op.result.dtype, numerics)
+
+
+def _scan(op: Op, numerics: Numerics) -> Compute | None:
+    """An inclusive scan of one tile by a kind of opset.SCAN; None as for a reduction."""
+    if op.regions:
+        return None
+    f, axis, options = _SCAN[op.attrs["kind"]], op.attrs["axis"] + 1, _accumulating(op, numerics)
     if op.attrs.get("reverse"):
-        return numerics.settle(f(xs[0].flip(axis), axis).flip(axis), op.result.dtype)
-    return numerics.settle(f(xs[0], axis), op.result.dtype)
+        return settled(lambda x: f(x.flip(axis), axis, **options).flip(axis), op.result.dtype, numerics)
+    return settled(lambda x: f(x, axis, **options), op.result.dtype, numerics)
 
 
 def _argreduce(best: Callable[[Tensor, int, bool], Tensor]) -> Evaluate:
@@ -125,9 +129,12 @@ def _dot(op: Op, numerics: Numerics) -> Compute:
             a = a[0]
         if b.shape[0] == 1:
             b = b[0]
-        out = torch.matmul(a, b)
-        if lead == 1:
-            out = out[None]
+        if lead == 1 and a.dim() == b.dim() == 2:
+            out = torch.mm(a, b)[None]
+        else:
+            out = torch.matmul(a, b)
+            if lead == 1:
+                out = out[None]
         return out if acc is None else out + acc
 
     return compute
@@ -164,6 +171,8 @@ TILES: dict[str, Maker] = {
     "reshape": _reshape,
     "permute": _permute,
     "select": _select,
+    "reduce": _reduce,
+    "scan": _scan,
     "argmax": _each_time(_argreduce(_REDUCE["max"])),
     "argmin": _each_time(_argreduce(_REDUCE["min"])),
     "dequantize_mxfp4": _each_time(_dequantize_mxfp4),
