@@ -45,7 +45,9 @@ def run_model(seconds: float, seed: int = 0) -> bool:
     read = time.perf_counter() - start
     plain = bits(model, held, differentiable=True)
     start = time.perf_counter()
-    new = model.generate([list(PROMPT)], max_new_tokens=WRITTEN, eos_token_id=[]).tokens[0]
+    new = model.generate(
+        [list(PROMPT)], max_new_tokens=WRITTEN, temperature=0.7, top_p=0.9, seed=seed, eos_token_id=[]
+    ).tokens[0]
     wrote = time.perf_counter() - start
 
     uniform = math.log2(model.config.vocab_size)
