@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -126,6 +126,17 @@ def size_class(name: str, value: int, *divisors: int) -> Sym:
     return Sym(name, divisible_by=divisor, min=1, max=NARROW if value <= NARROW else INT32_MAX)
 
 
+def size_number(n: int) -> int:
+    """A number for the size class of n, so that few kinds of call arise: itself up to 16 and for a power of two, else one
+    near the middle between two powers of two."""
+    return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
+
+
+def token_divisor(tokens: int) -> int:
+    """64, 32 or 16 where it divides the tokens of a sequence, else 1: the facts that change the code."""
+    return next((n for n in (64, 32, 16) if tokens % n == 0 and tokens > 0), 1)
+
+
 def narrow(dims: Settings, options: Settings) -> dict[str, Any]:
     """The dims, runtime ones with the facts that most calls have; see size_class."""
     return {n: replace(x, max=NARROW) if isinstance(x, Sym) else x for n, x in dims.items()}
@@ -169,6 +180,35 @@ class Caller:
         numbers = {n: x if isinstance(x, int) else x[0] for n, x in dims}
         known = {n: x if isinstance(x, int) else size_class(n, *x) for n, x in dims}
         return self._dispatch.pick(Problem(self.op, chosen, numbers, known, dict(strides), device, backend))[0]
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def gradients_again(
+    compute: Callable[..., Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    inputs: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+    materialize: bool = False,
+) -> list[torch.Tensor | None]:
+    """A backward pass by computing again: gradients of the inputs, None where none is needed.
+
+    compute(*inputs): (output, its gradient) pairs, by differentiable torch operations. materialize: an input that no output
+    depends on gets zeros.
+    """
+    with torch.enable_grad():
+        own = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True)]
+        pairs = compute(*own)
+        found = iter(
+            torch.autograd.grad(
+                [o for o, _ in pairs],
+                [t for t in own if t is not None and t.requires_grad],
+                [g.to(o.dtype) for o, g in pairs],
+                allow_unused=True,
+                materialize_grads=materialize,
+            )
+        )
+    return [next(found) if t is not None and t.requires_grad else None for t in own]
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------
@@ -256,6 +296,12 @@ def check_slots(name: str, slots: torch.Tensor | None, requests: int, pool: str,
         if len(set(used)) != len(used):
             twice = next(i for i in used if used.count(i) > 1)
             fail(name, f"names slot {twice} twice", "give each request its own slot; -1 is padding")
+
+
+def check_suite(size: str) -> None:
+    """Raises ArgumentError for another set of cases than small and whole."""
+    if size not in ("small", "whole"):
+        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")
 
 
 def has_data(x: torch.Tensor) -> bool:

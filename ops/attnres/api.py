@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from k3dsl.ops.attnres.space import MAX_SITES, MAX_WIDTH, MERGE, PHASE1, SITE
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_same, check_tensor, dtype_name, fail
+from k3dsl.ops.common import Caller, check_contiguous_rows, check_same, check_tensor, dtype_name, fail, gradients_again
 from k3dsl.runtime.dispatch import ALIGNMENT
 
 _site = Caller(SITE)
@@ -157,21 +157,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad_h: torch.Tensor, grad_normed: torch.Tensor) -> tuple[Any, ...]:
     """Computes the mix again in plain torch and differentiates that."""
-    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
-    with torch.enable_grad():
-        inputs = [
-            None if t is None else t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)
-        ]
-        bank, prefix, query, key_norm, norm_weight = inputs
-        h, normed = plain(bank, prefix, query, key_norm, ctx.eps, norm_weight, ctx.norm_eps)  # type: ignore[arg-type]
+
+    def again(
+        bank: Any, prefix: Any, query: Any, key_norm: Any, norm_weight: Any
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        h, normed = plain(bank, prefix, query, key_norm, ctx.eps, norm_weight, ctx.norm_eps)
         pairs = [(h, grad_h)] if ctx.return_h else []
-        pairs += [(normed, grad_normed)] if normed is not None else []
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    bank, prefix, query, key_norm, norm_weight = (
-        next(found) if t is not None and t.requires_grad else None for t in inputs
-    )
-    return bank, prefix, query, key_norm, None, norm_weight, None, None
+        return pairs if normed is None else [*pairs, (normed, grad_normed)]
+
+    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
+    *found, norm_weight = gradients_again(again, ctx.saved_tensors, needed)
+    return (*found, None, norm_weight, None, None)
 
 
 _attnres.register_autograd(_backward, setup_context=_setup_context)

@@ -19,6 +19,7 @@ from k3dsl.ops.common import (
     check_tensor,
     dtype_name,
     fail,
+    gradients_again,
     has_data,
 )
 from k3dsl.runtime.dispatch import ALIGNMENT
@@ -128,20 +129,12 @@ def _backward(ctx: Any, grad_y: torch.Tensor, grad_state: torch.Tensor) -> tuple
         if saved[3] is not None and ctx.final:
             grads[3] = grad_state
         return (*grads, None, None, None)
-    with torch.enable_grad():
-        inputs: list[Any] = [
-            None if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip(saved, ctx.needs_input_grad[:4], strict=True)
-        ]
-        x, weight, bias, initial_state = inputs
+
+    def again(x: Any, weight: Any, bias: Any, initial_state: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         y, state = _plain(x, weight, bias, initial_state, cu_seqlens, ctx.activation)
-        outputs, given = ([y, state], [grad_y, grad_state]) if ctx.final else ([y], [grad_y])
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(
-            torch.autograd.grad(outputs, wanted, [g.float() for g in given], allow_unused=True, materialize_grads=True)
-        )
-    result = [next(found) if t is not None and t.requires_grad else None for t in inputs]
-    return (*result, None, None, None)
+        return [(y, grad_y), (state, grad_state)] if ctx.final else [(y, grad_y)]
+
+    return (*gradients_again(again, saved, ctx.needs_input_grad[:4], materialize=True), None, None, None)
 
 
 _causal_conv1d.register_autograd(_backward, setup_context=_setup_context)

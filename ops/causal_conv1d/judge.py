@@ -12,6 +12,7 @@ import torch
 from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.types import bf16, f16, f32
+from k3dsl.ops import common
 from k3dsl.ops.causal_conv1d import reference
 from k3dsl.runtime.op import Case
 from k3dsl.runtime.plan import Plan
@@ -152,16 +153,11 @@ def forward_peers() -> dict[str, Callable[..., dict[str, Any]]]:
     return peers | {"fla causal_conv1d": fla}
 
 
-def _check_size(size: str) -> None:
-    if size not in ("small", "whole"):
-        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")
-
-
 def forward_cases(size: str) -> list[Case]:
     """Tokens around a window and a program, widths, dtypes, states, packed sequences. Raises ArgumentError for another size."""
     from k3dsl.ops.causal_conv1d.space import CAUSAL_CONV1D
 
-    _check_size(size)
+    common.check_suite(size)
     found: list[Case] = []
     channels = 200 if size == "small" else 12288
 
@@ -250,7 +246,7 @@ def update_cases(size: str) -> list[Case]:
     """Tokens, widths, dtypes, slots with padding. Raises ArgumentError for another size."""
     from k3dsl.ops.causal_conv1d.space import CAUSAL_CONV1D_UPDATE
 
-    _check_size(size)
+    common.check_suite(size)
     found: list[Case] = []
     channels = 200 if size == "small" else 36864
 

@@ -9,7 +9,6 @@ import torch
 
 from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.backends.triton.text import pow2
-from k3dsl.errors import ArgumentError
 from k3dsl.ir.types import bf16, f16, f32
 from k3dsl.ops import common
 from k3dsl.ops.gated_rmsnorm import kernels, reference
@@ -86,8 +85,7 @@ def inputs(
 
 def cases(size: str) -> list[Case]:
     """Tokens, heads, widths, dtypes, scales, closed and open gates, slices. Raises ArgumentError for another size."""
-    if size not in ("small", "whole"):
-        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")
+    common.check_suite(size)
     found: list[Case] = []
 
     def add(

@@ -11,6 +11,7 @@ import torch
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.symbols import Sym
+from k3dsl.ops.common import gradients_again, size_number, token_divisor
 from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked
@@ -160,17 +161,6 @@ def gate_tensors(
         tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
 
 
-def _token_divisor(tokens: int) -> int:
-    """64, 32 or 16 where it divides the tokens of a sequence, else 1: the facts that change the code."""
-    return next((n for n in (64, 32, 16) if tokens % n == 0 and tokens > 0), 1)
-
-
-def _size(n: int) -> int:
-    """A number for the size class of n, so that few kinds of call arise: itself up to 16 and for a power of two, else one
-    near the middle between two powers of two."""
-    return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
-
-
 @torch.library.custom_op("k3dsl::kda_forward", mutates_args=())
 def _kda_forward(
     q: torch.Tensor,
@@ -218,9 +208,9 @@ def _kda_forward(
         final_dtype if output_final_state else None,
         None if cu_seqlens is None else cu_seqlens.dtype,
         1 if B == 1 else 0,
-        _token_divisor(T),
-        _size(T),
-        _size(N),
+        token_divisor(T),
+        size_number(T),
+        size_number(N),
     )  # fmt: skip
     values["T"] = T
     if cu_seqlens is None:
@@ -269,26 +259,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad_o: torch.Tensor, grad_state: torch.Tensor) -> tuple[Any, ...]:
     """Runs the plain torch chunk form again and differentiates it."""
-    saved = ctx.saved_tensors
-    needed = ctx.needs_input_grad
-    with torch.enable_grad():
-        inputs = [
-            t.detach().requires_grad_(needed[i]) if t is not None else None
-            for i, t in enumerate(saved[:_DIFFERENTIABLE])
-        ]
-        arguments = dict(zip(_NAMES, (*inputs, saved[_DIFFERENTIABLE], *ctx.rest), strict=True))
+    *saved, cu_seqlens = ctx.saved_tensors
+
+    def again(*inputs: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        arguments: dict[str, Any] = dict(zip(_NAMES, (*inputs, cu_seqlens, *ctx.rest), strict=True))
         arguments.pop("safe_gate")
         o, state = chunked(**arguments)
-        outputs, grads = [o], [grad_o.to(o.dtype)]
-        if arguments["output_final_state"] and grad_state is not None:
-            outputs.append(state)  # type: ignore[arg-type]
-            grads.append(grad_state.to(state.dtype))  # type: ignore[union-attr]
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-    result: list[Any] = []
-    for t in inputs:
-        result.append(next(found) if t is not None and t.requires_grad else None)
-    return (*result, *[None] * (len(_NAMES) - _DIFFERENTIABLE))
+        return [(o, grad_o)] if state is None or grad_state is None else [(o, grad_o), (state, grad_state)]
+
+    found = gradients_again(again, saved, ctx.needs_input_grad[:_DIFFERENTIABLE])
+    return (*found, *[None] * (len(_NAMES) - _DIFFERENTIABLE))
 
 
 _kda_forward.register_autograd(_backward, setup_context=_setup_context)

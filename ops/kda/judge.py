@@ -12,6 +12,7 @@ import torch
 from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.types import f32
+from k3dsl.ops import common
 from k3dsl.ops.kda import inputs
 from k3dsl.ops.kda.reference import recurrence
 from k3dsl.runtime.op import Case
@@ -107,7 +108,7 @@ def _maker(case: inputs.Case) -> Callable[[Any, int], dict[str, Any]]:
 
 def forward_cases(size: str) -> list[Case]:
     """`correctness_cases` as the judge takes them. Raises ArgumentError for another size than small and whole."""
-    _check_size(size)
+    common.check_suite(size)
     return [
         Case(case.name, _family(case.name), _maker(case), {"o": case.limit_o, "final_state": case.limit_state})
         for case in inputs.correctness_cases(size)  # type: ignore[arg-type]
@@ -186,7 +187,7 @@ def decode_limits(options: Settings) -> dict[str, float]:
 
 def decode_cases(size: str) -> list[Case]:
     """One token of every family, then layouts, dtypes and batches. Raises ArgumentError for another size."""
-    _check_size(size)
+    common.check_suite(size)
     found: list[Case] = []
 
     def add(
@@ -291,8 +292,3 @@ def decode_peers() -> dict[str, Callable[..., dict[str, Any]]]:
 def decode_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
     """Of the pool only the slots in use are read and written."""
     return plan_traffic(plan, {**dims, "slots": min(dims["slots"], dims["B"])})
-
-
-def _check_size(size: str) -> None:
-    if size not in ("small", "whole"):
-        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")

@@ -12,6 +12,7 @@ import torch
 from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.types import bf16, f32
+from k3dsl.ops import common
 from k3dsl.ops.kda import inputs
 from k3dsl.ops.kda_step import reference
 from k3dsl.runtime.op import Case
@@ -169,7 +170,7 @@ def step_peers() -> dict[str, Callable[..., dict[str, Any]]]:
 
 def step_cases(size: str) -> list[Case]:
     """Every family with a raw gate, tokens, layouts, dtypes, padding, kept states. Raises ArgumentError for another size."""
-    _check_size(size)
+    common.check_suite(size)
     found: list[Case] = []
     heads, widths = (2, (64,)) if size == "small" else (3, (64, 128))
 
@@ -282,8 +283,3 @@ def commit_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
     """One kept state a request is read and one slot is written."""
     kept = plan.launches[0].kernel.tensor("kept")
     return {"kda_commit": 2 * prod(e.evaluate(dims) for e in (kept.shape[0], kept.shape[2])) * kept.dtype.bytes}
-
-
-def _check_size(size: str) -> None:
-    if size not in ("small", "whole"):
-        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")

@@ -10,7 +10,7 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import check_slots, fail
+from k3dsl.ops.common import check_slots, fail, gradients_again, size_number, token_divisor
 from k3dsl.ops.kda.api import chunk_table, layout
 from k3dsl.ops.linear_attention.check import (
     check_one_token,
@@ -75,11 +75,6 @@ def _token_code(call: Call) -> Executable:
     return _token[call.name].pick(problem)[0]
 
 
-def _size(n: int) -> int:
-    """A number for the size class of n: itself up to 16 and for a power of two, else one near the class's middle."""
-    return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
-
-
 def op_name(g: torch.Tensor | None, beta: torch.Tensor | None) -> str:
     """The op that a call with these inputs is."""
     return "linear_attention" if beta is None else "delta_rule" if g is None else "gated_delta_rule"
@@ -130,10 +125,9 @@ def _forward(
         options |= {"beta_dtype": beta.dtype, "l2norm": l2norm}
     if g is not None:
         options["g_dtype"] = g.dtype
-    divisor = next((n for n in (64, 32, 16) if T % n == 0), 1)
     code, chunk = _code(
-        Call(name, q.device, tuple(options.items()), (H, HK, K, V), B == 1, divisor, (_size(T), _size(N)), strides,
-             wanted_backend(q.device), forced_key(FORWARD[name]))
+        Call(name, q.device, tuple(options.items()), (H, HK, K, V), B == 1, token_divisor(T),
+             (size_number(T), size_number(N)), strides, wanted_backend(q.device), forced_key(FORWARD[name]))
     )  # fmt: skip
     values["T"] = T
     if cu_seqlens is None:
@@ -172,32 +166,21 @@ def _backward(ctx: Any, grad_o: torch.Tensor, grad_state: torch.Tensor) -> tuple
     """Runs the plain torch chunk form again and differentiates it."""
     *saved, cu_seqlens = ctx.saved_tensors
     scale, output_final_state, l2norm, normalize, v_first = ctx.rest
-    needed = ctx.needs_input_grad
-    with torch.enable_grad():
-        inputs = [None if t is None else t.detach().requires_grad_(needed[i]) for i, t in enumerate(saved)]
-        q, k, v, g, beta, initial_state = inputs
+
+    def again(*inputs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         o, state = chunked(
-            q,  # type: ignore[arg-type]
-            k,  # type: ignore[arg-type]
-            v,  # type: ignore[arg-type]
-            g,
-            beta,
+            *inputs[:5],
             scale=scale,
-            initial_state=initial_state,
+            initial_state=inputs[5],
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=l2norm,
             normalize=normalize,
             cu_seqlens=cu_seqlens,
             state_v_first=v_first,
         )
-        outputs, grads = [o], [grad_o.to(o.dtype)]
-        if state is not None and grad_state is not None:
-            outputs.append(state)
-            grads.append(grad_state.to(state.dtype))
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-    result = [next(found) if t is not None and t.requires_grad else None for t in inputs]
-    return (*result, *[None] * 6)
+        return [(o, grad_o)] if state is None or grad_state is None else [(o, grad_o), (state, grad_state)]
+
+    return (*gradients_again(again, saved, ctx.needs_input_grad[:_DIFFERENTIABLE]), *[None] * 6)
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

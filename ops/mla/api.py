@@ -11,7 +11,7 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import Caller, check_tensor, fail, size_class
+from k3dsl.ops.common import Caller, check_tensor, fail, gradients_again, size_class
 from k3dsl.ops.mla import check, plain
 from k3dsl.ops.mla.space import CACHE_WRITE, DECODE, PREFILL
 from k3dsl.ops.mla.tables import block_table
@@ -131,22 +131,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
     """Computes the scores again in plain torch and differentiates that."""
-    needed = ctx.needs_input_grad
-    with torch.enable_grad():
-        inputs: list[Any] = [
-            None if x is None else x.detach().requires_grad_(needed[i]) for i, x in enumerate(ctx.saved_tensors[:5])
-        ]
-        cu_seqlens, cu_seqlens_k = ctx.saved_tensors[5:]
-        q, k_nope, k_pe, v, gate = inputs
+    *saved, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
+
+    def again(q: Any, k_nope: Any, k_pe: Any, v: Any, gate: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         o, lse = plain.prefill(q, k_nope, k_pe, v, gate, cu_seqlens, cu_seqlens_k, ctx.scale, ctx.causal)
-        outputs, grads = [o], [grad.to(o.dtype)]
-        if grad_lse is not None and grad_lse.numel():
-            outputs.append(lse)
-            grads.append(grad_lse.to(lse.dtype))
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-    result = [next(found) if x is not None and x.requires_grad else None for x in inputs]
-    return (*result, *[None] * 5)
+        return [(o, grad)] if grad_lse is None or not grad_lse.numel() else [(o, grad), (lse, grad_lse)]
+
+    return (*gradients_again(again, saved, ctx.needs_input_grad[:5]), *[None] * 5)
 
 
 _prefill.register_autograd(_backward, setup_context=_setup_context)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from k3dsl.backends.torch.dtypes import from_torch, to_torch
-from k3dsl.errors import ArgumentError
 from k3dsl.ir.types import bf16, f16, f32
+from k3dsl.ops import common
 from k3dsl.ops.mla import inputs, reference
 from k3dsl.runtime.op import Case
 from k3dsl.runtime.plan import Plan
@@ -21,13 +21,6 @@ Outputs = dict[str, Any]
 ROUNDING = {bf16: 5e-3, f16: 8e-4, f32: 1e-5}
 """Largest relative RMS error of an output: the rounding of the probabilities and of the output."""
 LSE = 1e-5
-
-
-def check_size(size: str) -> str:
-    """The size of a suite. Raises ArgumentError for another than small and whole."""
-    if size not in ("small", "whole"):
-        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")
-    return size
 
 
 # ---- prefill -------------------------------------------------------------------------------------------------------------
@@ -64,13 +57,14 @@ def prefill_limits(options: Settings) -> dict[str, float]:
 
 def prefill_cases(size: str) -> list[Case]:
     """The correctness suite as the judge takes it. Raises ArgumentError for another size than small and whole."""
+    common.check_suite(size)
 
     def maker(case: inputs.PrefillCase) -> Callable[[Any, int], dict[str, Any]]:
         return lambda device, seed: inputs.make_prefill(case, device, seed) | {"return_lse": True}
 
     return [
         Case(c.name, family, maker(c), {"o": ROUNDING[from_torch(c.dtype)], "lse": LSE})
-        for family, c in inputs.prefill_cases(check_size(size))
+        for family, c in inputs.prefill_cases(size)
     ]
 
 
@@ -149,13 +143,14 @@ def decode_limits(options: Settings) -> dict[str, float]:
 
 def decode_cases(size: str) -> list[Case]:
     """The correctness suite as the judge takes it. Raises ArgumentError for another size than small and whole."""
+    common.check_suite(size)
 
     def maker(case: inputs.DecodeCase) -> Callable[[Any, int], dict[str, Any]]:
         return lambda device, seed: inputs.make_decode(case, device, seed) | {"return_lse": True}
 
     return [
         Case(c.name, family, maker(c), {"o": ROUNDING[from_torch(c.dtype)], "lse": LSE})
-        for family, c in inputs.decode_cases(check_size(size))
+        for family, c in inputs.decode_cases(size)
     ]
 
 
@@ -258,7 +253,7 @@ def write_limits(options: Settings) -> dict[str, float]:
 
 def write_cases(size: str) -> list[Case]:
     """Norm or none, dtypes, pages, padding, large and tiny numbers; 'whole' has many tokens too."""
-    check_size(size)
+    common.check_suite(size)
     found = []
     half, full = torch.bfloat16, torch.float32
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from k3dsl.backends.torch.dtypes import to_torch
-from k3dsl.errors import ArgumentError
 from k3dsl.ir.symbols import Expr
 from k3dsl.ir.types import bf16, f16, f32
+from k3dsl.ops import common
 from k3dsl.ops.moe import inputs, reference
 from k3dsl.runtime.op import Case
 from k3dsl.runtime.plan import Plan
@@ -20,11 +20,6 @@ Settings = Mapping[str, Any]
 ROUNDING = {bf16: 5e-3, f16: 8e-4, f32: 1e-5}
 """Largest relative RMS error of the experts' sum: the roundings of h, of each expert's output, and of the sum."""
 SHAPES, FEW = "shapes, layouts, dtypes", ("ragged", "extreme", "skewed")
-
-
-def _check_size(size: str) -> None:
-    if size not in ("small", "whole"):
-        raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")
 
 
 # ---- situ --------------------------------------------------------------------------------------------------------------
@@ -118,7 +113,7 @@ def topk_limits(options: Settings) -> dict[str, float]:
 
 def topk_cases(size: str) -> list[Case]:
     """Families of logits, and shapes. Raises ArgumentError for another size than small and whole."""
-    _check_size(size)
+    common.check_suite(size)
     shapes = [(70, 40, 6), (33, 896, 16)] if size == "small" else [(257, 896, 16), (70, 1025, 17), (5, 256, 8)]
 
     def make(family: str, T: int, E: int, K: int, options: Settings) -> Callable[[Any, int], dict[str, Any]]:
@@ -166,7 +161,7 @@ def router_inputs(dims: Settings, options: Settings, device: Any, seed: int) -> 
 
 def router_cases(size: str) -> list[Case]:
     """Families of tokens, dtypes, shapes. Raises ArgumentError for another size than small and whole."""
-    _check_size(size)
+    common.check_suite(size)
     plain = {
         "bias": True, "scoring": "sigmoid", "renormalize": True, "scale": 1.0, "dtype": bf16, "weight_dtype": f32
     }  # fmt: skip
@@ -267,7 +262,7 @@ def experts_inputs(dims: Settings, options: Settings, device: Any, seed: int) ->
 
 def experts_cases(size: str) -> list[Case]:
     """Families of numbers and of routing, dtypes, shapes. Raises ArgumentError for another size than small and whole."""
-    _check_size(size)
+    common.check_suite(size)
 
     def case(name: str, family: str, shape: tuple[int, int, int, int, int], **how: Any) -> Case:
         dtype = how.get("dtype", torch.bfloat16)
