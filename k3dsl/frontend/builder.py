@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from k3dsl.errors import TraceError
@@ -25,20 +26,26 @@ def user_location() -> str | None:
     while frame is not None:
         path = frame.f_code.co_filename
         if not internal(path):
-            return f"{_short(path)}:{frame.f_lineno}"
+            return f"{short_path(path)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
+@lru_cache(maxsize=1024)
 def internal(path: str) -> bool:
     """True for a source file of the language itself, whose frames and variables mean nothing to a user."""
     return os.path.abspath(path).startswith(_INTERNAL)
 
 
-def _short(path: str) -> str:
+def short_path(path: str) -> str:
     """The path from the working folder where it lies below, else its last three parts: the same on every machine."""
+    return _short(path, os.getcwd())
+
+
+@lru_cache(maxsize=1024)
+def _short(path: str, folder: str) -> str:
     full = os.path.realpath(path)
-    relative = os.path.relpath(full, os.path.realpath(os.getcwd()))
+    relative = os.path.relpath(full, os.path.realpath(folder))
     if not relative.startswith(".."):
         return relative
     return os.path.join(*full.split(os.sep)[-3:])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from k3dsl.errors import ArgumentError, ParseError, TraceError, UnknownNameError
-from k3dsl.frontend.builder import Builder, _short, internal, user_location
+from k3dsl.frontend.builder import Builder, internal, short_path, user_location
 from k3dsl.frontend.tensor import Declaration, Span, TensorRef, TensorSpec
 from k3dsl.frontend.tile import Tile
 from k3dsl.ir.graph import Kernel as IRKernel
@@ -72,7 +72,7 @@ class Kernel:
 
     @property
     def location(self) -> str:
-        return f"{_short(self.fn.__code__.co_filename)}:{self.fn.__code__.co_firstlineno}"
+        return f"{short_path(self.fn.__code__.co_filename)}:{self.fn.__code__.co_firstlineno}"
 
     def trace(
         self,
@@ -199,4 +199,7 @@ def _variable_names() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(previous)
+        if previous is None or callable(previous):
+            sys.setprofile(previous)
+        else:
+            previous.enable()  # cProfile's, which is not set by a call of this

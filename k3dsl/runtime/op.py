@@ -72,7 +72,8 @@ class Op:
     prepare_dims(dims, options) -> the dims that `plan` takes, where some follow from others.
     constraints(dims, knobs, options) -> why a point of the space is refused.
     canonical(options) -> the options with those that mean nothing beside the others set to one value: equal for equal work.
-    heuristic(options, dims) -> knobs that differ from their defaults for a shape.
+    heuristic(options, dims) -> knobs that differ from their defaults for a shape. cpu_heuristic: the same for knobs that differ
+    from those where the op computes on the CPU, whose time goes by steps and programs.
 
     How an op is judged and timed: inputs(dims, options, device, seed) -> keyword arguments of `call`; cases(size) -> the
     inputs of its test suite, 'small' or 'whole'; call(**inputs) runs the op on torch tensors and returns outputs by name;
@@ -100,13 +101,20 @@ class Op:
     traffic_bytes: Callable[[Plan, Mapping[str, int]], dict[str, int]] | None = None
     canonical: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
+    cpu_heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
     prepare_dims: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     cpu_dims: Mapping[str, int] = field(default_factory=dict)
     seeds: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
 
-    def default_knobs(self, options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-        """Knobs for a call that nobody tuned: the op's own rule over its defaults, then what `forced` says."""
-        knobs = dict(self.heuristic(options, dims)) if self.heuristic is not None else {}
+    def default_knobs(
+        self, options: Mapping[str, Any], dims: Mapping[str, int], on_cpu: bool = False
+    ) -> dict[str, Any]:
+        """Knobs for a call that nobody tuned: the op's own rule over its defaults, then what `forced` says.
+
+        on_cpu: for a call that computes on the CPU, not for a look at a GPU's plan there.
+        """
+        rules = (self.heuristic, self.cpu_heuristic if on_cpu else None)
+        knobs = {n: x for rule in rules if rule is not None for n, x in rule(options, dims).items()}
         force = _forced.get().get(self.name)
         return self.resolve_knobs(knobs if force is None else {**knobs, **force.knobs})
 
@@ -212,6 +220,17 @@ class Forced:
 
 
 _forced: ContextVar[Mapping[str, Forced]] = ContextVar("k3dsl_forced", default=MappingProxyType({}))
+_block: ContextVar[object | None] = ContextVar("k3dsl_forced_block", default=None)
+
+
+@contextmanager
+def _forcing(force: Forced) -> Iterator[None]:
+    token, block = _forced.set({**_forced.get(), force.op.name: force}), _block.set(object())
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+        _block.reset(block)
 
 
 @contextmanager
@@ -220,21 +239,20 @@ def forced(op: Op, knobs: Mapping[str, Any], schedules: Mapping[str, Mapping[str
     if not knobs and not schedules:
         yield
         return
-    token = _forced.set({**_forced.get(), op.name: Forced(op, knobs, schedules)})
-    try:
+    with _forcing(Forced(op, knobs, schedules)):
         yield
-    finally:
-        _forced.reset(token)
 
 
 @contextmanager
 def defaults_only(op: Op) -> Iterator[None]:
     """While active, the op runs with its own defaults: neither what is forced on it nor what was tuned counts."""
-    token = _forced.set({**_forced.get(), op.name: Forced(op, {}, {})})
-    try:
+    with _forcing(Forced(op, {}, {})):
         yield
-    finally:
-        _forced.reset(token)
+
+
+def forced_block() -> object | None:
+    """Stands for all that is forced on ops; another object for each `forced` or `defaults_only` block, None outside."""
+    return _block.get()
 
 
 def forced_key(op: Op) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
+from k3dsl.ops.common import covering
 from k3dsl.ops.moe import judge, plans
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 
@@ -39,6 +40,11 @@ def situ_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, 
     return {"block": block, "rows": max(1, min(8, 1024 // block)), "num_warps": 4}
 
 
+def situ_cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """No rows that are not there."""
+    return {"rows": covering((1, 2, 4, 8), dims["R"])} if dims["R"] <= 8 else {}
+
+
 def situ_canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     """SwiGLU has no betas."""
     return {**options, **({"beta": 4.0, "linear_beta": 25.0} if options["activation"] == "silu" else {})}
@@ -67,6 +73,7 @@ SITU = Op(
     limits=judge.situ_limits,
     canonical=situ_canonical,
     heuristic=situ_rule,
+    cpu_heuristic=situ_cpu_rule,
     cpu_dims={"R": 256, "I": 512},
 )
 
@@ -129,6 +136,11 @@ def router_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str
     }
 
 
+def router_cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """D in few steps, in one piece."""
+    return {"block_k": covering((32, 64, 128), dims["D"]), "splits": 1}
+
+
 def router_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = choice_constraints(dims, knobs, options)
@@ -171,6 +183,7 @@ ROUTER = Op(
     limits=judge.topk_limits,
     constraints=router_constraints,
     heuristic=router_rule,
+    cpu_heuristic=router_cpu_rule,
     cpu_dims={"T": 64, "D": 512},
     seeds=(
         {"block_t": 128, "block_e": 64, "num_warps": 8},
@@ -248,6 +261,14 @@ def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
     return {**knobs, "chunk": chunk_rule(dims)}
 
 
+def experts_cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """Few steps, and blocks of columns without padding where there are any."""
+    D, I = dims["D"], dims["I"]
+    whole = [n for n in (32, 64, 128, 256) if D % n == 0 == I % n]
+    block_n = max(whole) if whole else covering((32, 64, 128, 256), max(D, I))
+    return {"block_n": block_n, "block_k": covering((32, 64, 128), max(D, I))}
+
+
 def experts_canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     """SwiGLU has no betas, and only fp32 products have a precision."""
     o = situ_canonical(options)
@@ -295,6 +316,7 @@ EXPERTS = Op(
     traffic_bytes=judge.experts_traffic,
     canonical=experts_canonical,
     heuristic=experts_rule,
+    cpu_heuristic=experts_cpu_rule,
     cpu_dims={"T": 64, "E": 16, "K": 4, "D": 128, "I": 96},
     seeds=(
         {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 3, "group": 2},

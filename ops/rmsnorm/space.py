@@ -49,6 +49,11 @@ def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     return {"rows": rows, "num_warps": max(1, min(16, rows * width // 512))}
 
 
+def cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """No rows that are not there."""
+    return {"rows": common.covering((1, 2, 4, 8, 16), dims["R"])} if dims["R"] <= 16 else {}
+
+
 def inputs(dims: Mapping[str, int], options: Mapping[str, Any], device: Any, seed: int) -> dict[str, Any]:
     """Normal numbers, weights around 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -97,5 +102,6 @@ RMSNORM = Op(
     limits=limits,
     constraints=constraints,
     heuristic=rule,
+    cpu_heuristic=cpu_rule,
     cpu_dims={"R": 128, "D": 7168},
 )

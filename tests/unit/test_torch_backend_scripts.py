@@ -51,8 +51,11 @@ def outputs(name: str) -> list[dict[str, Any]]:
     return [op.call(**op.fresh(drawn[n % 2])) for n in range(2 * LAUNCHES)]
 
 
+@pytest.mark.parametrize("often", [2, 1000], ids=["by_contents", "by_layout"])
 @pytest.mark.parametrize("name", list(SMALL))
-def test_a_script_gives_what_the_interpreter_gives(name, monkeypatch):
+def test_a_script_gives_what_the_interpreter_gives(name, often, monkeypatch):
+    """often: launches after which what small integer tensors hold is a part of the layout."""
+    monkeypatch.setattr(sys.modules[Evaluator.__module__], "OFTEN", often)
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules[Evaluator.__module__], "launch_script", lambda *_: None)
         expected = outputs(name)

@@ -148,3 +148,40 @@ def _size(x: object) -> int:
     if isinstance(x, Gathered):
         x = x.points
     return x.untyped_storage().nbytes() if isinstance(x, Tensor) else 0
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements that are all those up to some row of each axis: a view of the tensor, and what is missing of the tile [*lead,
+    *window] around it, as padding of constant_pad_nd. slices: of the tile's lead."""
+
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    pad: list[int]
+    slices: tuple[slice, ...]
+
+
+def box_of(part: Elements) -> Box | None:
+    """The box that the elements of a part are, None where they are none."""
+    assert part.where is not None
+    window, at, points = part.where.window, part.at.numpy(), part.where.points.numpy()
+    lead = part.shape[: len(part.shape) - len(window.shape)]
+    where = np.unravel_index(at, lead)
+    counts = tuple(int(axis.max()) + 1 for axis in where)
+    if at.size != np.prod(counts) or not (np.ravel_multi_index(np.indices(counts), lead).ravel() == at).all():
+        return None
+    grid = points.reshape(counts)
+    first = (0,) * len(counts)
+    strides = []
+    for axis, n in enumerate(counts):
+        second = tuple(int(a == axis) for a in range(len(counts)))
+        strides.append(int(grid[second] - grid[first]) if n > 1 else 0)
+    expected = int(grid[first]) + sum(i * s for i, s in zip(np.indices(counts), strides, strict=True))
+    if min(strides, default=0) < 0 or not (grid == expected).all():
+        return None
+    missing = [*(full - n for full, n in zip(lead, counts, strict=True)), *(0 for _ in window.shape)]
+    pad = [x for n in reversed(missing) for x in (0, n)]
+    slices = tuple(slice(0, n) for n in counts)
+    return Box(lead, (*counts, *window.shape), (*strides, *window.strides), int(grid[first]), pad, slices)

@@ -162,6 +162,8 @@ class Machine:
             if self.record is not None and step.located:
                 self.record(located)
         x = self.memory.load(located)
+        if self.record is not None and step.kept:
+            x = x.clone()  # it may be a view of memory that is another's later on
         env[op.result] = x if self.device == _CPU else self._at_home(x, op.result)
 
     def _write(self, step: Step, env: Env, batch: Batch) -> None:

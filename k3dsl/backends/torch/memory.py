@@ -21,7 +21,7 @@ from k3dsl.backends.torch.access import Access, Axis, Elements, Located, Windows
 from k3dsl.backends.torch.batch import Batch, extremes, host, take
 from k3dsl.backends.torch.binding import Binding, BoundTensor
 from k3dsl.backends.torch.dtypes import Numerics
-from k3dsl.backends.torch.places import Gathered, Places, places
+from k3dsl.backends.torch.places import Gathered, Places, Window, places
 from k3dsl.backends.torch.races import Races, program_name
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import Op
@@ -66,27 +66,35 @@ class Memory:
         self.device = binding.device
         self.races = Races(binding, kinds) if kinds is not None and not settled.issuperset(kinds) else None
         self.settled = settled
+        self._alone = prod(binding.grid) == 1
         self._accesses: dict[int, Access] = {} if accesses is None else accesses
 
-    def _access(self, op: Op) -> Access:
+    def access_of(self, op: Op) -> Access:
         access = self._accesses.get(id(op))
         if access is None:
             access = self._accesses[id(op)] = Access(op, self.binding.tensors[op.attrs["tensor"]])
         return access
 
     def looks_at(self, access: Access) -> bool:
-        """Whether conflicts of this access are looked for."""
-        return self.races is not None and access.name not in self.settled and self.races.tracks(access.name)
+        """Whether conflicts of this access are looked for: a single program has none, but for points of one store."""
+        if self.races is None or access.name in self.settled or (self._alone and not access.has_tiles):
+            return False
+        return self.races.tracks(access.name)
+
+    def claim(self, access: Access, window: Window, offsets: list[int], programs: list[int]) -> bool:
+        """Records a store by so many programs where it is clear of itself and of all other accesses; see races.Races.claim."""
+        assert self.races is not None
+        return self.races.claim(access.name, window, offsets, programs)
 
     def locate_load(self, op: Op, xs: list[Tensor], batch: Batch) -> Located:
         """Where a load reads. Raises EvaluationError for an element out of bounds that is not masked."""
-        access = self._access(op)
+        access = self.access_of(op)
         tracked = not self.binding.tensors[access.name].frozen and self.looks_at(access)
         return self._located(access, xs, batch, tracked, load=True)
 
     def locate_write(self, op: Op, xs: list[Tensor], batch: Batch) -> Located:
         """Where a store or an atomic addition writes. Raises EvaluationError as `locate_load`."""
-        access = self._access(op)
+        access = self.access_of(op)
         return self._located(access, xs, batch, self.looks_at(access), load=False)
 
     def _located(self, access: Access, xs: list[Tensor], batch: Batch, tracked: bool, load: bool) -> Located:
@@ -100,7 +108,7 @@ class Memory:
                 return known
         fit = self._fit(access, at, batch.size, unmasked=tracked or not load)
         parts = self._parts(access, at, batch, fit, tracked, load)
-        located = Located(access, batch.size, parts, self._other(access) if load else None)
+        located = Located(access, batch.size, parts, self.other_of(access) if load else None)
         if key is not None and located.nbytes() <= KEPT_BYTES:
             access.located[key] = located
             if len(access.located) > KEPT:
@@ -274,7 +282,8 @@ class Memory:
             base = np.broadcast_to(base, (size,)).copy()
         return places(access.window, base, self.device, view)
 
-    def _other(self, access: Access) -> Tensor:
+    def other_of(self, access: Access) -> Tensor:
+        """What a masked element of a load reads."""
         if self.device not in access.other:
             dtype = access.op.result.dtype
             value = torch.tensor(access.op.attrs.get("other", 0), dtype=torch.float64)

@@ -1,11 +1,13 @@
 """Finds programs of one launch that touch the same element in ways whose result depends on their order.
 
-For each tensor and each kind of access there is a map: for every element, the program that accessed it so far.
+For each tensor and each kind of access there is a map: for every element, the program that accessed it so far. Where a
+tensor is only written, and in few places that are clear of each other, the places stand in for the map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 from k3dsl.backends.torch.binding import Binding, BoundTensor
-from k3dsl.backends.torch.places import Places
+from k3dsl.backends.torch.places import Gathered, Places, Window
 from k3dsl.errors import EvaluationError
 from k3dsl.ir.graph import MEMORY_OPS, Kernel, Op, walk
 
+CLAIMS = 256
+"""Most places of a tensor that stand in for its map."""
 NOBODY = -1
 MANY = 2**31 - 1  # several programs; only reads and atomic additions may have this
 
@@ -46,16 +50,42 @@ class Races:
         self.binding = binding
         self.kinds = kinds
         self.maps: dict[tuple[str, str], Tensor] = {}
+        self.claims: dict[str, list[tuple[Window, list[int], list[int]]]] = {}
+        self._taken: dict[str, list[tuple[int, int]]] = {}
 
     def tracks(self, name: str) -> bool:
         """Whether accesses of a tensor can conflict at all: a tensor that is only read or only added to cannot."""
         return self.kinds[name] not in ({"load"}, {"atomic_add"})
+
+    def claim(self, name: str, window: Window, offsets: list[int], programs: list[int]) -> bool:
+        """Records a store of a window at each offset, by so many programs, if it is clear of itself and of all other accesses
+        of the tensor: from the first element of a window to its last there is nothing of another."""
+        if self.kinds[name] != {"store"} or (name, "store") in self.maps:
+            return False
+        taken = self._taken.get(name, [])
+        if len(taken) + len(offsets) > CLAIMS:
+            return False
+        last = window.last
+        spans = sorted([*taken, *[(offset, offset + last) for offset in offsets]])
+        if any(before[1] >= after[0] for before, after in pairwise(spans)):
+            return False
+        self._taken[name] = spans
+        self.claims.setdefault(name, []).append((window, offsets, programs))
+        return True
+
+    def _settle_claims(self, tensor: BoundTensor) -> None:
+        """Brings what was claimed to the map."""
+        for window, offsets, programs in self.claims.pop(tensor.name, []):
+            where, tags = Gathered(window, torch.tensor(offsets)), torch.tensor(programs, dtype=torch.int32)
+            owners = self._map(tensor, "store")
+            where.write(owners, self._spread(tags.view(-1, *(1,) * len(window.merged_shape)), where))
 
     def visit(self, op: Op, tensor: BoundTensor, where: Places, programs: Tensor, scatter: bool) -> None:
         """Records an access. `programs`: int32, one a point. `scatter`: one program may have several points.
 
         Raises EvaluationError when it conflicts with an earlier access of another program, or a store with itself.
         """
+        self._settle_claims(tensor)
         tags = programs.view(-1, *(1,) * len(where.window.merged_shape))
         for kind in _CONFLICTS[op.opcode]:
             if kind in self.kinds[tensor.name]:

@@ -2,57 +2,86 @@
 
 A script does what the machine does with the tape, for less: loops whose trip count is fixed are unrolled, values lie in
 numbered slots, and an access that was located is one or two views of its tensor. What depends on data is located and
-checked by the memory in every launch, and where data decide what a region runs for, each outcome has a script of its own.
+checked in every launch (see k3dsl.backends.torch.moving), and where data decide what a region runs for, each outcome has a
+script of its own.
 Scripts are for small launches on the CPU, whose cost is the interpreter's; they keep every value until they end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from k3dsl.backends.torch.access import Access, Elements, Located, Windows
-from k3dsl.backends.torch.batch import Batch, host
+from k3dsl.backends.torch.access import Access, Box, Elements, Located, Windows, box_of
+from k3dsl.backends.torch.batch import Batch, host, take
 from k3dsl.backends.torch.combine import combined_reduce, combined_scan
+from k3dsl.backends.torch.elementwise import DIVISIONS, ELEMENTWISE
 from k3dsl.backends.torch.fixed import Branch, Tape
+from k3dsl.backends.torch.moving import Moving
 from k3dsl.backends.torch.places import Gathered, Places
 from k3dsl.backends.torch.plan import RegionPlan, Step
-from k3dsl.ir.graph import Value
+from k3dsl.ir.graph import Op, Value
 
 if TYPE_CHECKING:
     from k3dsl.backends.torch.machine import Machine
+    from k3dsl.backends.torch.memory import Memory
 
 MAX_CALLS = 4096
 MAX_BYTES = 32 * 2**20
 """What the values of a script may hold together, about."""
+SMALL_BYTES = 4 * 2**20
+"""What they hold together at most where one thread computes them."""
 _HELD_BYTES = 8
 
 Slots = list[Any]
-"""The machine, then the values of one run of a script."""
+"""The launch, then the values of one run of a script."""
 Call = Callable[[Slots], None]
+
+
+class Launch:
+    """The tensors of one launch by parameter. machine: for what a script leaves to it, made when it is first asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | None], make: Callable[[], Machine]) -> None:
+        self.tensors, self._make = tensors, make
+
+    @cached_property
+    def machine(self) -> Machine:
+        return self._make()
+
+    def memory(self) -> Memory:
+        return self.machine.memory
 
 
 class Script:
     """Calls on slots. template: the slots with what is the same in every launch filled in. tensors: where the tensors of a
-    name go, each followed by its storage offset. inputs, outputs: the slots of what the script takes and gives."""
+    name go, each followed by its storage offset. inputs, outputs: the slots of what the script takes and gives. small: whether
+    one thread is to run it."""
 
     def __init__(
-        self, calls: list[Call], template: Slots, tensors: dict[str, int], inputs: list[int], outputs: list[int]
+        self,
+        calls: list[Call],
+        template: Slots,
+        tensors: dict[str, int],
+        inputs: list[int],
+        outputs: list[int],
+        small: bool,
     ) -> None:
         self.calls, self.template, self.tensors = calls, template, list(tensors.items())
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.small = inputs, outputs, small
 
-    def run(self, machine: Machine, inputs: list[Tensor]) -> list[Tensor]:
+    def run(self, launch: Launch, inputs: Collection[Tensor]) -> list[Tensor]:
         """Runs the calls on a launch's tensors."""
         slots = self.template.copy()
-        slots[0] = machine
-        bound = machine.binding.tensors
+        slots[0] = launch
+        bound = launch.tensors
         for name, slot in self.tensors:
-            slots[slot] = tensor = bound[name].data
+            slots[slot] = tensor = bound[name]
+            assert tensor is not None
             slots[slot + 1] = tensor.storage_offset()
         for slot, x in zip(self.inputs, inputs, strict=True):
             slots[slot] = x
@@ -67,18 +96,23 @@ class _TooLargeError(Exception):
 
 def launch_script(machine: Machine, body: RegionPlan, tape: Tape, batch: Batch) -> Script | None:
     """The script of a slab, which takes the kernel's scalars. None: leave it to the machine."""
-    return _built(machine, tape, list(machine.binding.kernel.scalar_values), lambda b: b.region(body, batch))
+    takes = machine.binding.kernel.scalar_values
+    return _built(machine, tape, list(takes), [None] * len(takes), lambda b: b.region(body, batch))
 
 
-def _built(machine: Machine, tape: Tape, takes: list[Value], emit: Callable[[_Builder], list[int]]) -> Script | None:
+def _built(
+    machine: Machine, tape: Tape, takes: list[Value], known: list[Any], emit: Callable[[_Builder], list[int]]
+) -> Script | None:
+    """known: what the script takes and is the same in every launch; None for what is not."""
     builder = _Builder(machine, tape)
-    inputs = [builder.slot() for _ in takes]
+    inputs = [builder.slot(x) for x in known]
     builder.names.update(zip(takes, inputs, strict=True))
     try:
         outputs = emit(builder)
     except _TooLargeError:
         return None
-    return Script(builder.calls, builder.template, builder.tensors, inputs, outputs)
+    small = builder.nbytes <= SMALL_BYTES
+    return Script(builder.calls, builder.template, builder.tensors, inputs, outputs, small)
 
 
 class _Builder:
@@ -91,6 +125,7 @@ class _Builder:
         self.template: Slots = [None]
         self.tensors: dict[str, int] = {}
         self.names: dict[Value, int] = {}
+        self.thin: dict[int, tuple[int, Call, int]] = {}
         self.nbytes = 0
 
     def slot(self, content: Any = None) -> int:
@@ -115,9 +150,12 @@ class _Builder:
             opcode = step.op.opcode
             if step.fixed:
                 self.names[step.op.result] = self.slot(self.next())
+            elif opcode == "broadcast":
+                self.broadcast(step, batch)
             elif step.compute is not None:
-                operands = [self.names[v] for v in step.op.operands]
-                self.add(_computed(step.compute, operands, *self.results(step)), step.op.result.type.size * batch.size)
+                operands = self.operands(step)
+                compute = self.divided(opcode, operands[-1]) or step.compute
+                self.add(_computed(compute, operands, *self.results(step)), step.op.result.type.size * batch.size)
             elif opcode == "load":
                 self.load(step, batch)
             elif opcode in ("store", "atomic_add"):
@@ -129,11 +167,43 @@ class _Builder:
             elif opcode in ("reduce", "scan"):
                 self.combine(step, batch)
             elif opcode == "assume":
-                x = self.names[step.op.result] = self.names[step.op.operands[0]]
+                x = self.names[step.op.result] = self.at(step.op.operands[0])
                 self.add(_assumed(step, x, batch))
             else:
                 raise _TooLargeError
-        return [self.names[v] for v in region.region.yields]
+        return self.slots_of(region.region.yields)
+
+    def broadcast(self, step: Step, batch: Batch) -> None:
+        """A value that elementwise ops take as it is, beside a whole tile; it is expanded when something else takes it."""
+        assert step.compute is not None
+        (source,), (out,) = step.op.operands, self.results(step)
+        thin = self.at(source)
+        if source.type.rank == 0 and batch.size > 1:
+            shape = (-1, *(1,) * step.op.result.type.rank)
+            thin, scalar = self.slot(), thin
+            self.add(_computed(lambda x: x.reshape(shape), [scalar], thin))
+        self.thin[out] = thin, _computed(step.compute, [self.names[source]], out), step.op.result.type.size * batch.size
+
+    def operands(self, step: Step) -> list[int]:
+        """The slots of a pure op's operands."""
+        slots = [self.names[v] for v in step.op.operands]
+        whole = any(n not in self.thin for n in slots)
+        if whole and len(slots) > 1 and step.op.opcode in ELEMENTWISE:
+            return [self.thin[n][0] if n in self.thin else n for n in slots]
+        return self.slots_of(step.op.operands)
+
+    def at(self, v: Value) -> int:
+        """The slot of a whole value."""
+        slot = self.names[v]
+        if slot in self.thin:
+            _, expand, size = self.thin.pop(slot)
+            self.add(expand, size)
+        return slot
+
+    def divided(self, opcode: str, divisor: int) -> Callable[..., Tensor] | None:
+        """An integer division by what is known not to be 0."""
+        known = self.template[divisor] if opcode in DIVISIONS else None
+        return None if known is None or bool((known == 0).any()) else DIVISIONS[opcode]
 
     # Memory operations.
 
@@ -145,34 +215,49 @@ class _Builder:
             if call is None:
 
                 def call(s: Slots) -> None:
-                    s[out] = s[0].memory.load(located)
+                    s[out] = s[0].machine.memory.load(located)
         else:
-            operands = self.slots_of(op.operands)
+            operands, moving = self.slots_of(op.operands), self.moving(op, batch)
+            t = 0 if moving is None else self.tensor(moving.access.name)
 
             def call(s: Slots) -> None:
-                memory = s[0].memory
-                s[out] = memory.load(memory.locate_load(op, [s[n] for n in operands], batch))
+                xs = [s[n] for n in operands]
+                x = None if moving is None else moving.load(xs, s[t], s[t + 1])
+                if x is None:
+                    memory = s[0].machine.memory
+                    x = memory.load(memory.locate_load(op, xs, batch))
+                s[out] = x
 
         self.add(call, op.result.type.size * batch.size)
 
     def write(self, step: Step, batch: Batch) -> None:
         op = step.op
-        value = self.names[op.operands[op.attrs["value_slot"]]]
+        value = self.at(op.operands[op.attrs["value_slot"]])
         if step.located:
             located = self.next()
             call = self.located_store(located, value)
             if call is None:
 
                 def call(s: Slots) -> None:
-                    s[0].memory.write(located, s[value])
+                    s[0].machine.memory.write(located, s[value])
         else:
-            operands = self.slots_of(op.operands)
+            operands, moving = self.slots_of(op.operands), self.moving(op, batch)
+            t = 0 if moving is None else self.tensor(moving.access.name)
 
             def call(s: Slots) -> None:
-                memory = s[0].memory
-                memory.write(memory.locate_write(op, [s[n] for n in operands], batch), s[value])
+                xs, launch = [s[n] for n in operands], s[0]
+                if moving is None or not moving.store(xs, s[value], s[t], s[t + 1], launch.memory):
+                    memory = launch.memory()
+                    memory.write(memory.locate_write(op, xs, batch), s[value])
 
         self.add(call)
+
+    def moving(self, op: Op, batch: Batch) -> Moving | None:
+        """What locates an access anew in every launch where it is small and plain; None leaves it to the memory."""
+        memory = self.machine.memory
+        access, tensor = memory.access_of(op), self.machine.binding.tensors[op.attrs["tensor"]]
+        looked_at = op.opcode == "load" and not tensor.frozen and memory.looks_at(access)
+        return None if looked_at else Moving.of(access, tensor, memory, batch)
 
     def tensor(self, name: str) -> int:
         """The slot of a tensor; its storage offset is in the next one."""
@@ -202,6 +287,11 @@ class _Builder:
             shape, strides, offset = (where.count, *w.shape), (where.step, *w.strides), where.offset
         return lambda s: s[t].as_strided(shape, strides, s[t + 1] + offset)
 
+    def box_views(self, access: Access, box: Box) -> Callable[[Slots], Tensor]:
+        t = self.tensor(access.name)
+        shape, strides, offset = box.shape, box.strides, box.offset
+        return lambda s: s[t].as_strided(shape, strides, s[t + 1] + offset)
+
     def located_load(self, located: Located, out: int) -> Call | None:
         part, access, other = self.part(located), located.access, located.other
         if part is None:
@@ -220,7 +310,14 @@ class _Builder:
             steps.append(lambda x: x.to(converted))
         if own:
             steps.append(torch.clone)
-        if isinstance(part, Elements):
+        box = box_of(part) if isinstance(part, Elements) else None
+        if box is not None and isinstance(part, Elements):
+            views, steps = self.box_views(access, box), []
+            if converted is not None:
+                steps.append(lambda x: x.to(converted))
+            pad, whole, fill = box.pad, part.shape, other.item()
+            steps.append(lambda x: torch.constant_pad_nd(x, pad, fill).contiguous().view(whole))
+        elif isinstance(part, Elements):
             at, tile, merged = part.at, part.shape, where.window.merged_shape
             blank = other.expand(tile).clone(memory_format=torch.contiguous_format).view(-1, *merged)
             steps.append(lambda x: blank.index_copy(0, at, x).view(tile))
@@ -250,6 +347,17 @@ class _Builder:
                 views(s).copy_(s[value])
 
             return copy
+        box = box_of(part) if isinstance(part, Elements) else None
+        if box is not None:
+            target, lead, inner, slices = self.box_views(access, box), box.lead, window.shape, box.slices
+
+            def place(s: Slots) -> None:
+                x = access.canonical(s[value])
+                if x.shape[0] != size:
+                    x = x.expand(size, *x.shape[1:])
+                target(s).copy_(x.reshape(*lead, *inner)[slices])
+
+            return place
         points, merged = where.points, window.merged_shape
         dtype = self.machine.binding.tensors[access.name].data.dtype
         at = part.at if isinstance(part, Elements) else None
@@ -269,12 +377,14 @@ class _Builder:
         if step.located:
             self.region_for(step, batch, self.next(), step.free_again)
             return
-        condition = self.names[step.op.operands[0]]
+        condition = self.at(step.op.operands[0])
 
         def decide(s: Slots) -> tuple[Hashable, Any]:
+            if all(s[condition].tolist()):
+                return None, None
             holds = host(s[condition]) != 0
-            active = None if holds.all() else np.flatnonzero(holds)
-            return (None if active is None else active.tobytes()), active
+            active = np.flatnonzero(holds)
+            return active.tobytes(), active
 
         def emit(builder: _Builder, active: np.ndarray | None) -> list[int]:
             builder.region_for(step, batch, active, step.free)
@@ -284,18 +394,21 @@ class _Builder:
             machine.run_for(step, env, batch, active)
             return []
 
-        self.add(_branch(self.next(), step.free, self.slots_of(step.free), [], decide, emit, interpret))
+        self.add(self.branch(step.free, [], decide, emit, interpret))
 
     def region_for(self, step: Step, batch: Batch, active: np.ndarray | None, free: list[Value]) -> None:
         """Adds a region for some programs of the batch, None for all of them."""
         if active is None:
             self.region(step.regions[0], batch)
         elif active.size:
+            self.slots_of(free)
             outside, self.names = self.names, {}
             index = torch.from_numpy(active)
             for v in free:
-                self.names[v] = self.slot()
-                self.add(_taken(outside[v], index, self.names[v]), v.type.size * batch.size)
+                known = self.template[outside[v]]
+                self.names[v] = self.slot(None if known is None else take(known, active))
+                if known is None:
+                    self.add(_taken(outside[v], index, self.names[v]), v.type.size * batch.size)
             self.region(step.regions[0], batch.subset(active))
             self.names = outside
 
@@ -309,7 +422,6 @@ class _Builder:
         first, last = self.slots_of(operands[:2])
         carried = self.slots_of(operands[2:])
         takes = list(dict.fromkeys([*step.free, *operands[2:]]))
-        slots = self.slots_of(takes)
 
         def decide(s: Slots) -> tuple[Hashable, Any]:
             start, stop = host(s[first]), host(s[last])
@@ -325,10 +437,42 @@ class _Builder:
             return machine.turns(step, env, batch, *bounds, [env[v] for v in operands[2:]])
 
         assert len(carried) == len(step.op.results)
-        self.add(_branch(self.next(), takes, slots, self.results(step), decide, emit, interpret))
+        self.add(self.branch(takes, self.results(step), decide, emit, interpret))
+
+    def branch(
+        self,
+        takes: list[Value],
+        outs: list[int],
+        decide: Callable[[Slots], tuple[Hashable, Any]],
+        emit: Callable[[_Builder, Any], list[int]],
+        interpret: Callable[[Machine, dict[Value, Tensor], Any], list[Tensor]],
+    ) -> Call:
+        """A region whose control data decide: by the script of the outcome, which is made from its tape once there is one."""
+        branch: Branch = self.next()
+        slots = self.slots_of(takes)
+        known = [self.template[n] for n in slots]
+        scripts: dict[Hashable, Script | None] = {}
+
+        def call(s: Slots) -> None:
+            launch: Launch = s[0]
+            outcome, control = decide(s)
+            script = scripts.get(outcome)
+            if script is None and outcome not in scripts:
+                tape = branch.tapes.get(outcome)
+                if tape is not None:
+                    script = scripts[outcome] = _built(launch.machine, tape, takes, known, lambda b: emit(b, control))
+            if script is not None:
+                found = script.run(launch, [s[n] for n in slots])
+            else:
+                env, machine = {v: s[n] for v, n in zip(takes, slots, strict=True)}, launch.machine
+                found = machine.enter(branch, outcome, lambda: interpret(machine, env, control))
+            for n, x in zip(outs, found, strict=True):
+                s[n] = x
+
+        return call
 
     def slots_of(self, values: list[Value] | tuple[Value, ...]) -> list[int]:
-        return [self.names[v] for v in values]
+        return [self.at(v) for v in values]
 
     def turns(self, step: Step, batch: Batch, start: np.ndarray, trips: np.ndarray, carries: list[int]) -> list[int]:
         """Adds all iterations of a loop whose programs have equally many; returns the slots of what it gives."""
@@ -346,12 +490,12 @@ class _Builder:
 
     def combine(self, step: Step, batch: Batch) -> None:
         """A reduction or scan by a combine region, which the machine runs."""
-        operands, free = self.slots_of(step.op.operands), [(v, self.names[v]) for v in step.free]
+        operands, free = self.slots_of(step.op.operands), [(v, self.at(v)) for v in step.free]
         outs = self.results(step)
         f = combined_reduce if step.op.opcode == "reduce" else combined_scan
 
         def call(s: Slots) -> None:
-            found = f(s[0], step, [s[n] for n in operands], {v: s[n] for v, n in free}, batch)
+            found = f(s[0].machine, step, [s[n] for n in operands], {v: s[n] for v, n in free}, batch)
             for n, x in zip(outs, found, strict=True):
                 s[n] = x
 
@@ -414,7 +558,7 @@ def _chain(first: Callable[[Slots], Tensor], steps: list[Callable[[Tensor], Tens
 
 def _assumed(step: Step, x: int, batch: Batch) -> Call:
     def call(s: Slots) -> None:
-        s[0].check_assumed(step.op, s[x], batch)
+        s[0].machine.check_assumed(step.op, s[x], batch)
 
     return call
 
@@ -423,35 +567,5 @@ def _taken(x: int, index: Tensor, out: int) -> Call:
     def call(s: Slots) -> None:
         value = s[x]
         s[out] = value if value.shape[0] == 1 else value.index_select(0, index)
-
-    return call
-
-
-def _branch(
-    branch: Branch,
-    takes: list[Value],
-    slots: list[int],
-    outs: list[int],
-    decide: Callable[[Slots], tuple[Hashable, Any]],
-    emit: Callable[[_Builder, Any], list[int]],
-    interpret: Callable[[Machine, dict[Value, Tensor], Any], list[Tensor]],
-) -> Call:
-    """A region whose control data decide: by the script of the outcome, which is made from its tape once there is one."""
-    scripts: dict[Hashable, Script | None] = {}
-
-    def call(s: Slots) -> None:
-        machine: Machine = s[0]
-        outcome, control = decide(s)
-        tape = branch.tapes.get(outcome)
-        if tape is not None and outcome not in scripts:
-            scripts[outcome] = _built(machine, tape, takes, lambda b: emit(b, control))
-        script = scripts.get(outcome)
-        if script is not None:
-            found = script.run(machine, [s[n] for n in slots])
-        else:
-            env = {v: s[n] for v, n in zip(takes, slots, strict=True)}
-            found = machine.enter(branch, outcome, lambda: interpret(machine, env, control))
-        for n, x in zip(outs, found, strict=True):
-            s[n] = x
 
     return call
