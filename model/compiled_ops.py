@@ -155,11 +155,12 @@ def mla_decode(
     """k3dsl.ops.mla_decode between the two halves of kv_b: queries are absorbed into the latent space, outputs leave it."""
     heads, rank = q.shape[1], kv_b.shape[1]
     up = kv_b.view(heads, -1, rank)
-    absorbed = torch.einsum("bhn,hnr->bhr", q[..., :nope], up[:, :nope])
+    absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope]).transpose(0, 1)
     query = torch.cat([absorbed, q[..., nope:]], -1)[:, None]
     o = ops.mla_decode(query, pool, page_table, lengths, scale=scale, kv_lora_rank=rank)
     assert isinstance(o, torch.Tensor)
-    return output_gated(torch.einsum("bhr,hvr->bhv", o[:, 0], up[:, nope:]), gate)
+    values = torch.bmm(o[:, 0].transpose(0, 1), up[:, nope:].transpose(1, 2)).transpose(0, 1)
+    return output_gated(values, gate)
 
 
 def cache_write(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -20,10 +19,22 @@ from k3dsl.ir.verifier import verify
 from k3dsl.language import Kernel, TensorSpec
 from k3dsl.passes.simplify import simplify
 from k3dsl.runtime import backends
-from k3dsl.runtime.dispatch import Dispatcher, Problem, aligned, provide, strides_of, wanted_backend
+from k3dsl.runtime.dispatch import (
+    Dispatcher,
+    Layouts,
+    Problem,
+    aligned,
+    computes_on_cpu,
+    facts_of,
+    layouts_of,
+    provide,
+    remembered,
+    wanted_backend,
+)
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import Op, forced_for
 from k3dsl.runtime.plan import Launch, Plan, buffers_of
+from k3dsl.runtime.replay import not_replayed, rechecked
 
 Settings = Mapping[str, Any]
 Schedules = Mapping[str, Mapping[str, Any]] | None
@@ -132,6 +143,12 @@ def size_number(n: int) -> int:
     return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
 
 
+def covering(choices: Sequence[int], size: int) -> int:
+    """The least of some choices that is at least `size`, the greatest where none is: a tile for the CPU, whose time goes by
+    steps and programs."""
+    return min((n for n in choices if n >= size), default=max(choices))
+
+
 def token_divisor(tokens: int) -> int:
     """64, 32 or 16 where it divides the tokens of a sequence, else 1: the facts that change the code."""
     return next((n for n in (64, 32, 16) if tokens % n == 0 and tokens > 0), 1)
@@ -148,7 +165,7 @@ class Caller:
     def __init__(self, op: Op) -> None:
         self.op = op
         self._dispatch = Dispatcher(op.plan)
-        self._remembered = lru_cache(maxsize=4096)(self._code)
+        self._remembered = remembered(self._code)
 
     def __call__(
         self,
@@ -163,23 +180,27 @@ class Caller:
         """
         held = aligned(tensors)
         device = next(iter(held.values())).device
-        strides, values = strides_of(held)
         find = self._code if forced_for(self.op.plan) is not None else self._remembered
-        run = find(tuple(dims.items()), tuple(options.items()), tuple(strides.items()), device, wanted_backend(device))
-        return run(held, {**{n: x if isinstance(x, int) else x[0] for n, x in dims.items()}, **values})
+        run, numbers = find(
+            tuple(dims.items()), tuple(options.items()), layouts_of(held), device, wanted_backend(device)
+        )
+        return run(held, numbers)
 
     def _code(
         self,
         dims: tuple[Any, ...],
         options: tuple[Any, ...],
-        strides: tuple[Any, ...],
+        layouts: Layouts,
         device: torch.device,
         backend: str,
-    ) -> Executable:
+    ) -> tuple[Executable, Mapping[str, int]]:
+        """The code of a kind of call, and the runtime dims that it is called with."""
+        strides, values = facts_of(layouts)
         chosen = self.op.resolve_options({n: from_torch(x) if isinstance(x, torch.dtype) else x for n, x in options})
         numbers = {n: x if isinstance(x, int) else x[0] for n, x in dims}
         known = {n: x if isinstance(x, int) else size_class(n, *x) for n, x in dims}
-        return self._dispatch.pick(Problem(self.op, chosen, numbers, known, dict(strides), device, backend))[0]
+        code, _ = self._dispatch.pick(Problem(self.op, chosen, numbers, known, strides, device, backend))
+        return code, {**numbers, **values}
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------------
@@ -289,13 +310,16 @@ def check_slots(name: str, slots: torch.Tensor | None, requests: int, pool: str,
     if slots.device != like.device:
         fail(name, f"is on {slots.device}, the inputs are on {like.device}", f"{name}.to({str(like.device)!r})")
     check_contiguous_rows(name, slots)
-    if has_data(slots):
-        used = [i for i in slots.tolist() if i >= 0]
-        if used and max(used) >= size:
-            fail(name, f"names slot {max(used)} of a pool of {size}", "number slots from 0; -1 is padding")
-        if len(set(used)) != len(used):
-            twice = next(i for i in used if used.count(i) > 1)
-            fail(name, f"names slot {twice} twice", "give each request its own slot; -1 is padding")
+    check_numbers(_check_slot_numbers, slots, name, size)
+
+
+def _check_slot_numbers(slots: torch.Tensor, name: str, size: int) -> None:
+    used = [i for i in slots.tolist() if i >= 0]
+    if used and max(used) >= size:
+        fail(name, f"names slot {max(used)} of a pool of {size}", "number slots from 0; -1 is padding")
+    if len(set(used)) != len(used):
+        twice = next(i for i in used if used.count(i) > 1)
+        fail(name, f"names slot {twice} twice", "give each request its own slot; -1 is padding")
 
 
 def check_suite(size: str) -> None:
@@ -304,8 +328,23 @@ def check_suite(size: str) -> None:
         raise ArgumentError(f"cases are small or whole, not {size!r}", fix="pass small or whole")
 
 
-def has_data(x: torch.Tensor) -> bool:
-    """Whether the tensor's numbers can be looked at without waiting for a GPU."""
+def _readable(x: torch.Tensor) -> bool:
     return (
-        x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+        not torch.compiler.is_compiling()  # first: torch.compile cannot look into what follows
+        and computes_on_cpu(x.device)
+        and not isinstance(x, torch._subclasses.FakeTensor)
     )
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Whether the tensor's numbers can be looked at without waiting for a GPU. A call that goes by them is not replayed."""
+    found = _readable(x)
+    if found:
+        not_replayed()
+    return found
+
+
+def check_numbers(check: Callable[..., None], x: torch.Tensor, *rest: Any) -> None:
+    """Runs check(x, *rest), where x's numbers can be looked at without waiting for a GPU; in replayed calls too."""
+    if _readable(x):
+        rechecked(check, x, *rest)

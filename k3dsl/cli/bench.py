@@ -36,7 +36,7 @@ def bench_command(
     output: OutputFile = None,
     as_json: Json = False,
 ) -> None:
-    """Time an op: median of many calls, its peers in the same process, and on a GPU each kernel against its floor."""
+    """Time an op: median of many calls, its peers in the same process, and on a GPU its CUDA graph and each kernel alone."""
     from k3dsl.ops.registry import get_op
     from k3dsl.runtime.dispatch import using_backend
     from k3dsl.runtime.timing import bench
@@ -65,7 +65,11 @@ def bench_command(
         print_json(result.to_json())
         return
     at = " ".join(f"{name}={value}" for name, value in result.dims.items())
-    rows = [[f"k3dsl {chosen.name}", milliseconds(result.timing.median_ms), "1", None]]
+    host = None if result.host_us is None else f"the host enqueues a call in {result.host_us:.0f} us"
+    rows = [[f"k3dsl {chosen.name}", milliseconds(result.timing.median_ms), "1", host]]
+    if result.graph is not None:
+        note = "one call replayed, without the host; peers are compared with the row above"
+        rows.append([f"k3dsl {chosen.name}, CUDA graph", milliseconds(result.graph.median_ms), None, note])
     for peer in result.peers:
         if peer.timing is None:
             rows.append([peer.name, None, None, f"cannot run: {peer.problem}"])

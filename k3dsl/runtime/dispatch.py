@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import importlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import _lru_cache_wrapper, lru_cache
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from k3dsl import settings
 from k3dsl.errors import ArgumentError, BuildError, LegalityError, ResourceError
 from k3dsl.ir.symbols import Sym
-from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.executable import Call, Executable, watching
 from k3dsl.runtime.op import Op, Point, forced_for, forced_key
 from k3dsl.runtime.plan import Plan
 from k3dsl.targets import Target, detect
 
 log = logging.getLogger("k3dsl.autotune")
+T = TypeVar("T")
 NARROW = 1 << 24
 ALIGNMENT = 16
+
+
+Layouts = tuple[tuple[str, torch.Size, tuple[int, ...]], ...]
+"""(name, shape, strides) of each tensor that is not contiguous."""
+
+
+def layouts_of(tensors: Mapping[str, torch.Tensor]) -> Layouts:
+    """The tensors that are not contiguous."""
+    return tuple([(n, t.shape, t.stride()) for n, t in tensors.items() if not t.is_contiguous()])
 
 
 def strides_of(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, tuple[int | Sym, ...]], dict[str, int]]:
+    """`facts_of` tensors."""
+    return facts_of(layouts_of(tensors))
+
+
+def facts_of(layouts: Layouts) -> tuple[dict[str, tuple[int | Sym, ...]], dict[str, int]]:
     """Layout facts of the tensors that are not contiguous: a symbol an axis with its divisor and size class, and values.
 
     A stride of 1 is compiled in, on whichever axis it is: that is what lets a transposed tensor be read quickly. A symbol's
@@ -36,16 +53,14 @@ def strides_of(
     """
     facts: dict[str, tuple[int | Sym, ...]] = {}
     values: dict[str, int] = {}
-    for name, t in tensors.items():
-        if t.is_contiguous():
-            continue
+    for name, shape, strides in layouts:
         symbols: list[int | Sym] = []
-        last = t.dim() - 1
-        for axis, stride in enumerate(t.stride()):
-            if stride == 1 if t.shape[axis] != 1 else axis == last:
+        last = len(shape) - 1
+        for axis, stride in enumerate(strides):
+            if stride == 1 if shape[axis] != 1 else axis == last:
                 symbols.append(1)
                 continue
-            if t.shape[axis] == 1:
+            if shape[axis] == 1:
                 stride = 0
             divisor = next(n for n in (16, 8, 4, 2, 1) if stride % n == 0)
             symbol = Sym(f"{name}_stride{axis}", divisor, 0, NARROW if stride <= NARROW else 1 << 45)
@@ -83,9 +98,44 @@ def using_backend(backend: str | None) -> Iterator[None]:
         _wanted.reset(token)
 
 
+_planning: ContextVar[bool] = ContextVar("k3dsl_planning", default=False)
+
+
+@contextmanager
+def planning(backend: str) -> Iterator[list[Call]]:
+    """While active, the executables that calls would run on a GPU through this backend, and the runtime dims, are appended to
+    the list.
+
+    Calls are made on CPU tensors, whose numbers nobody reads; they run nothing, and their outputs hold anything. For
+    building ahead and for counting, where no GPU is.
+    """
+    calls: list[Call] = []
+    token = _planning.set(True)
+    try:
+        with using_backend(backend), watching(calls.append):
+            yield calls
+    finally:
+        _planning.reset(token)
+
+
+def only_planned() -> bool:
+    """Whether calls are planned and not run."""
+    return _planning.get()
+
+
+def computes_on_cpu(device: torch.device) -> bool:
+    """Whether a call on this device runs through the torch backend."""
+    return device.type == "cpu" and not _planning.get()
+
+
+def backend_override() -> str | None:
+    """The backend of `using_backend`, if one is active."""
+    return _wanted.get()
+
+
 def wanted_backend(device: torch.device) -> str:
     """torch on the CPU; on a GPU what `using_backend`, then K3DSL_BACKEND says: 'auto' leaves it to what was tuned."""
-    if device.type == "cpu":
+    if computes_on_cpu(device):
         return "torch"
     return _wanted.get() or str(settings.get("K3DSL_BACKEND"))
 
@@ -126,10 +176,39 @@ Provider = Callable[[Problem], "Choice | None"]
 _provider: str | Provider | None = None
 
 
+class Cache(Protocol):
+    """What keeps choices of code."""
+
+    def cache_clear(self) -> None: ...
+
+
+_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+
+def forgotten_with(cache: Cache) -> None:
+    """Makes `forget` clear this cache too."""
+    _caches.add(cache)
+
+
+def remembered(choose: Callable[..., T]) -> _lru_cache_wrapper[T]:
+    """The function with what it chose for 4096 kinds of calls, until `forget`."""
+    found = lru_cache(maxsize=4096)(choose)
+    forgotten_with(found)
+    return found
+
+
+def forget() -> None:
+    """Drops which code was chosen for which kinds of calls, so that each is chosen again; what is compiled stays."""
+    for cache in list(_caches):
+        cache.cache_clear()
+
+
 def provide(provider: str | Provider | None) -> None:
-    """Sets who knows tuned settings: a function, or 'module:function', imported when it is first needed."""
+    """Sets who knows tuned settings: a function, or 'module:function', imported when it is first needed. It is asked anew for
+    kinds of calls that were seen before."""
     global _provider
     _provider = provider
+    forget()
 
 
 def tuned(problem: Problem) -> Choice | None:
@@ -161,7 +240,8 @@ class Dispatcher:
             except (LegalityError, ResourceError, BuildError) as error:
                 log.warning("%s: tuned settings do not build here, its default is used: %s", problem.op.name, error)
         backend = "triton" if problem.wanted == "auto" else problem.wanted
-        choice = Choice(problem.op.default_knobs(problem.options, problem.dims), None, backend)
+        on_cpu = computes_on_cpu(problem.device)
+        choice = Choice(problem.op.default_knobs(problem.options, problem.dims, on_cpu), None, backend)
         return self._with(choice, *how), choice.knobs
 
     def _with(
@@ -202,5 +282,5 @@ class Dispatcher:
             if force is not None:
                 Point(force.op, dims, knobs, options, {}).check()
             plan = self._plan(dims, knobs, options, backend, schedules, strides)
-            found = self._known[key] = Executable(plan, current_target(device), device)
+            found = self._known[key] = Executable(plan, current_target(device), device, launched=not only_planned())
         return found

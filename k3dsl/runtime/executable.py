@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from k3dsl import settings
 from k3dsl.backends.base import MAX_GRID_YZ, Artifact, Source
+from k3dsl.backends.common import Launcher
 from k3dsl.backends.torch import dtypes as torch_dtypes
 from k3dsl.errors import ArgumentError, LaunchError, ResourceError
 from k3dsl.ir.graph import Kernel
@@ -128,6 +130,17 @@ class BoundLaunch:
             )
         self.launcher((x, y, z), args)
 
+    def fixed(
+        self, dims: Mapping[str, int]
+    ) -> tuple[Launcher, tuple[int, int, int], list[Any], list[tuple[int, str]]] | None:
+        """The launch for these dims, whatever the tensors: launcher, grid, arguments, and where among them the address of
+        which buffer belongs. None for one that takes tensors, not addresses."""
+        if self.artifact is None or self.artifact.source.backend != "triton":
+            return None
+        args = [0 if kind == 0 else dims[n] if kind == 1 else self.launch.scalars[n] for kind, n in self.getters]
+        x, y, z = (*self.grid(dims), 1, 1)[:3]
+        return self.launcher, (x, y, z), args, [(i, n) for i, (kind, n) in enumerate(self.getters) if kind == 0]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -138,18 +151,38 @@ class Call:
     dims: Mapping[str, int]
 
 
-_recordings: list[list[Call]] = []
+_watchers: list[Callable[[Call], None]] = []
+
+
+@contextmanager
+def watching(seen: Callable[[Call], None]) -> Iterator[None]:
+    """While active, every call of an executable in this process is handed to `seen` after it ran."""
+    _watchers.append(seen)
+    try:
+        yield
+    finally:
+        _watchers[:] = [known for known in _watchers if known is not seen]
 
 
 @contextmanager
 def recording() -> Iterator[list[Call]]:
     """While active, every call of an executable in this process is appended to the list; for timing launch by launch."""
     calls: list[Call] = []
-    _recordings.append(calls)
-    try:
+    with watching(calls.append):
         yield calls
+
+
+_note: ContextVar[Callable[[Call], None] | None] = ContextVar("k3dsl_note", default=None)
+
+
+@contextmanager
+def noting(seen: Callable[[Call], None]) -> Iterator[None]:
+    """As `watching`, for calls of this context (thread) only."""
+    token = _note.set(seen)
+    try:
+        yield
     finally:
-        _recordings[:] = [known for known in _recordings if known is not calls]
+        _note.reset(token)
 
 
 def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -170,19 +203,29 @@ def allocating(allocate: Allocate) -> Iterator[None]:
         _allocate = before
 
 
+def observed() -> bool:
+    """Whether somebody watches calls, or allocates for them."""
+    return bool(_watchers) or _allocate is not _empty
+
+
 class Executable:
     """A plan on one device. Call it with the caller's tensors by buffer name and the runtime dims.
 
-    Scratch and outputs that are not given are allocated on the device; outputs come back by name.
+    Scratch and outputs that are not given are allocated on the device; outputs come back by name. launched: False builds and
+    runs nothing; a call is handed to those that watch, and its outputs hold anything.
     """
 
-    def __init__(self, plan: Plan, target: Target | str | None, device: torch.device | str) -> None:
+    def __init__(
+        self, plan: Plan, target: Target | str | None, device: torch.device | str, *, launched: bool = True
+    ) -> None:
         plan.check()
         self.plan = plan
         self.device = torch.device(device)
         self.target = get_target(target) if isinstance(target, str) else target
+        self.launched = launched
+        launches = plan.launches if launched else ()
         with lock.about(plan.op, plan.dims):
-            self.launches = [BoundLaunch(launch, self.target, self.device) for launch in plan.launches]
+            self.launches = [BoundLaunch(launch, self.target, self.device) for launch in launches]
         self.made = [
             (b.name, expression(b.shape), torch_dtypes.to_torch(b.dtype))
             for b in plan.buffers.values()
@@ -196,8 +239,12 @@ class Executable:
         for name, shape, dtype in self.made:
             if name not in held:
                 held[name] = _allocate(name, shape(dims), dtype, self.device)
+                if not self.launched and not dtype.is_floating_point:
+                    held[name].zero_()  # an index that somebody follows
         for launch in self.launches:
             launch.run(held, dims)
-        for calls in _recordings:
-            calls.append(Call(self, held, dict(dims)))
+        for seen in _watchers:
+            seen(Call(self, held, dict(dims)))
+        if (note := _note.get()) is not None:
+            note(Call(self, held, dict(dims)))
         return {name: held[name] for name in self.outputs}

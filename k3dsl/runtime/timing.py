@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from k3dsl.runtime.plan import Plan
 
 COPY_BYTES = 1 << 30
 GPU_TIMER = "triton.testing.do_bench (GPU events, L2 cleared before each call)"
+GRAPH_TIMER = "triton.testing.do_bench of a CUDA graph's replay (GPU events, L2 cleared before each)"
 CPU_TIMER = "time.perf_counter (CPU wall clock)"
 
 
@@ -52,6 +53,46 @@ def measure(call: Callable[[], Any], device: torch.device | str, *, warmup_ms: i
     samples.sort()
     low, high = samples[len(samples) // 5], samples[-1 - len(samples) // 5]
     return Timing(statistics.median(samples), low, high, CPU_TIMER, samples[0])
+
+
+def measure_graph(call: Callable[[], Any], device: torch.device | str, *, rep_ms: int = 200) -> Timing | None:
+    """Times the replay of a CUDA graph of one call that is compiled already: what the GPU takes without the host.
+
+    None on the CPU, and for a call that cannot be captured.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    with torch.cuda.device(torch.device(device)):
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
+            torch.cuda.synchronize()
+            return None
+        return replace(measure(graph.replay, device, rep_ms=rep_ms), timer=GRAPH_TIMER)
+
+
+HOST_CALLS = 20
+"""Calls in a row for the host's time: few enough that none waits for room in the GPU's queue of launches."""
+
+
+def host_us(call: Callable[[], Any], device: torch.device | str, *, rounds: int = 15) -> float | None:
+    """Microseconds that the host takes to enqueue one call that is compiled already, while the GPU waits for nothing; None on
+    the CPU, where the host computes."""
+    if torch.device(device).type != "cuda":
+        return None
+    samples = []
+    for _ in range(rounds):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        samples.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    torch.cuda.synchronize(device)
+    return statistics.median(samples)
 
 
 def copy_gbps(device: torch.device | str) -> float:
@@ -102,7 +143,11 @@ class PeerTime:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """An op's time on a device, with its peers and its launches. copy_gbps: this run's measured memory rate."""
+    """An op's time on a device, with its peers and its launches. copy_gbps: this run's measured memory rate.
+
+    timing, and peers: of calls as a program makes them, which the host may bound. On a GPU also graph: of the replayed CUDA
+    graph of one call, where it can be captured; and host_us: what the host takes to enqueue a call.
+    """
 
     op: str
     device: str
@@ -112,9 +157,16 @@ class BenchResult:
     peers: tuple[PeerTime, ...]
     launches: tuple[LaunchTime, ...]
     copy_gbps: float | None
+    graph: Timing | None = None
+    host_us: float | None = None
+
+    @property
+    def on_device(self) -> Timing:
+        """The graph's timing, or else that of calls."""
+        return self.graph or self.timing
 
     def ratio(self, peer: PeerTime) -> float | None:
-        """Our time over the peer's: under 1 is faster."""
+        """Our time over the peer's, both of calls: under 1 is faster."""
         return self.timing.median_ms / peer.timing.median_ms if peer.timing is not None else None
 
     def to_json(self) -> dict[str, Any]:
@@ -124,6 +176,8 @@ class BenchResult:
             "dims": dict(self.dims),
             "knobs": {n: v if isinstance(v, (int, float, str, type(None))) else str(v) for n, v in self.knobs.items()},
             "timing": asdict(self.timing),
+            "graph": asdict(self.graph) if self.graph is not None else None,
+            "host_us": self.host_us,
             "peers": [{**asdict(p), "ratio": self.ratio(p)} for p in self.peers],
             "launches": [{**asdict(launch), "share": launch.share} for launch in self.launches],
             "copy_gbps": self.copy_gbps,
@@ -142,7 +196,7 @@ def bench(
     with_peers: bool = True,
     rep_ms: int = 200,
 ) -> BenchResult:
-    """Times an op at the given dims, its peers on the same tensors, and on a GPU each of its launches alone.
+    """Times an op at the given dims, its peers on the same tensors, and on a GPU its CUDA graph and each launch alone.
 
     knobs, schedules: in place of the op's own choice.
 
@@ -163,9 +217,12 @@ def bench(
         peers = _time_peers(op, inputs, ours, device, rep_ms) if with_peers else ()
         if on_cpu:
             return BenchResult(op.name, _device_name(device), _ints(known), _knobs(calls), timing, peers, (), None)
+        host = host_us(lambda: call(**timed), device)
+        graph = measure_graph(lambda: call(**timed), device, rep_ms=rep_ms)
         rate = copy_gbps(device)
         launches = tuple(t for c in calls for t in launch_times(op, c, rate, rep_ms))
-    return BenchResult(op.name, _device_name(device), _ints(known), _knobs(calls), timing, peers, launches, rate)
+    where = _device_name(device)
+    return BenchResult(op.name, where, _ints(known), _knobs(calls), timing, peers, launches, rate, graph, host)
 
 
 def launch_times(op: Op, call: Call, rate_gbps: float, rep_ms: int = 200) -> list[LaunchTime]:

@@ -9,7 +9,9 @@ import torch
 
 from k3dsl.ops.attention.decode_space import ATTENTION_DECODE
 from k3dsl.ops.attention.space import ATTENTION
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_same, check_tensor, fail, has_data
+from k3dsl.ops.common import Caller, check_contiguous_rows, check_numbers, check_rank, check_same, check_tensor, fail
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(ATTENTION)
 _decode = Caller(ATTENTION_DECODE)
@@ -17,7 +19,7 @@ _PRECISIONS = ("ieee", "tf32x3", "tf32")
 MAX_WIDTH = 256
 
 
-@torch.library.custom_op("k3dsl::attention", mutates_args=())
+@torch_op("attention")
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,6 +79,7 @@ def _plain(
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -141,6 +144,7 @@ def _(q, k_cache, v_cache, cache_seqlens, scale, return_lse, precision):
     return q.new_empty((B, T, H, v_cache.shape[-1])), lse
 
 
+@replayed
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -175,14 +179,17 @@ def attention_decode(
         )
     check_same("cache_seqlens", cache_seqlens, "q", q, dtype=False)
     check_contiguous_rows("cache_seqlens", cache_seqlens)
-    if has_data(cache_seqlens):
-        for b, n in enumerate(cache_seqlens.tolist()):
-            if not 0 <= n <= S:
-                fail("cache_seqlens", f"is {n} for request {b}, the cache has {S} slots", "count filled slots")
+    check_numbers(_check_filled, cache_seqlens, S)
     _check_numbers(scale, precision)
     scale = None if scale is None else float(scale)
     o, lse = torch.ops.k3dsl.attention_decode(q, k_cache, v_cache, cache_seqlens, scale, return_lse, precision)
     return (o, lse) if return_lse else o
+
+
+def _check_filled(cache_seqlens: torch.Tensor, S: int) -> None:
+    for b, n in enumerate(cache_seqlens.tolist()):
+        if not 0 <= n <= S:
+            fail("cache_seqlens", f"is {n} for request {b}, the cache has {S} slots", "count filled slots")
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, value: str) -> tuple[int, int]:

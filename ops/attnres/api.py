@@ -10,7 +10,9 @@ import torch
 
 from k3dsl.ops.attnres.space import MAX_SITES, MAX_WIDTH, MERGE, PHASE1, SITE
 from k3dsl.ops.common import Caller, check_contiguous_rows, check_same, check_tensor, dtype_name, fail, gradients_again
+from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.dispatch import ALIGNMENT
+from k3dsl.runtime.replay import replayed
 
 _site = Caller(SITE)
 _merge = Caller(MERGE)
@@ -126,7 +128,7 @@ def _run_merge(
 # ---- registration ------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("k3dsl::attnres", mutates_args=())
+@torch_op("attnres")
 def _attnres(
     bank: torch.Tensor,
     prefix: torch.Tensor,
@@ -226,6 +228,7 @@ def _(bank, queries, eps, mix):
 # ---- functions ---------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def attnres(
     bank: torch.Tensor | Sequence[torch.Tensor],
     prefix: torch.Tensor,
@@ -301,6 +304,7 @@ def attnres_fold(query: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
     return query.float() * key_norm.float()
 
 
+@replayed
 def attnres_phase1(
     bank: torch.Tensor, queries: torch.Tensor, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -323,6 +327,7 @@ def attnres_phase1(
     return torch.ops.k3dsl.attnres_phase1(bank, queries, eps, True)
 
 
+@replayed
 def attnres_logits(
     bank: torch.Tensor, queries: torch.Tensor, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,6 +339,7 @@ def attnres_logits(
     return torch.ops.k3dsl.attnres_phase1(bank, queries, eps, False)[:2]
 
 
+@replayed
 def attnres_merge(
     m: torch.Tensor,
     l: torch.Tensor,

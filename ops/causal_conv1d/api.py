@@ -22,7 +22,9 @@ from k3dsl.ops.common import (
     gradients_again,
     has_data,
 )
+from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.dispatch import ALIGNMENT
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(CAUSAL_CONV1D)
 _call_update = Caller(CAUSAL_CONV1D_UPDATE)
@@ -37,7 +39,7 @@ def sequence_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True, out_int32=True)
 
 
-@torch.library.custom_op("k3dsl::causal_conv1d", mutates_args=())
+@torch_op("causal_conv1d")
 def _causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -140,6 +142,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor, grad_state: torch.Tensor) -> tuple
 _causal_conv1d.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -242,6 +245,7 @@ def _(x, *rest):
     return x.new_empty(x.shape)
 
 
+@replayed
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,

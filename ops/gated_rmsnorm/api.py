@@ -9,11 +9,13 @@ import torch
 
 from k3dsl.ops.common import Caller, check_same, check_tensor, dtype_name, fail
 from k3dsl.ops.gated_rmsnorm.space import GATED_RMSNORM, MAX_WIDTH
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(GATED_RMSNORM)
 
 
-@torch.library.custom_op("k3dsl::gated_rmsnorm", mutates_args=())
+@torch_op("gated_rmsnorm")
 def _gated_rmsnorm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str
 ) -> torch.Tensor:
@@ -59,6 +61,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _gated_rmsnorm.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def gated_rmsnorm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, activation: str = "sigmoid"
 ) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,11 @@ from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked
 from k3dsl.ops.kda.space import DECODE, FORWARD
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, aligned, strides_of, wanted_backend
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, aligned, remembered, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import forced_key
+from k3dsl.runtime.replay import replayed
 
 _forward = Dispatcher(plans.forward)
 _decode = Dispatcher(plans.decode)
@@ -98,7 +99,7 @@ class Call(NamedTuple):
         return {"H": self.H, "HK": self.HK, "K": self.K, "V": self.V}
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _forward_code(
     call: Call,
     safe_gate: bool,
@@ -134,7 +135,7 @@ def _forward_code(
     return code, knobs["chunk"], knobs["segments"]
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _decode_code(call: Call, state: torch.dtype, indexed: bool, in_place: bool, batch: int) -> Executable:
     options = DECODE.resolve_options(
         {**call.options(), "state": from_torch(state), "indexed": indexed, "in_place": in_place}
@@ -161,7 +162,7 @@ def gate_tensors(
         tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
 
 
-@torch.library.custom_op("k3dsl::kda_forward", mutates_args=())
+@torch_op("kda_forward")
 def _kda_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -274,6 +275,7 @@ def _backward(ctx: Any, grad_o: torch.Tensor, grad_state: torch.Tensor) -> tuple
 _kda_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -457,6 +459,7 @@ def _run_decode(
     return {name: x.unsqueeze(1) if name == "o" else x for name, x in out.items()}
 
 
+@replayed
 def kda_decode(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_same, check_slots, check_tensor, fail, has_data
+from k3dsl.ops.common import Caller, check_contiguous_rows, check_numbers, check_same, check_slots, check_tensor, fail
 from k3dsl.ops.kda_step.check import QKV, check_pool, check_step
 from k3dsl.ops.kda_step.space import COMMIT, STEP
+from k3dsl.runtime.replay import replayed
 
 Dims = dict[str, int | tuple[int, ...]]
 _call = Caller(STEP)
@@ -133,6 +134,7 @@ def _(pool, kept, num_accepted, slots):
     return None
 
 
+@replayed
 def kda_step(
     qkv: QKV,
     g: torch.Tensor,
@@ -210,6 +212,7 @@ def kda_step(
     )  # fmt: skip
 
 
+@replayed
 def kda_commit(
     state: torch.Tensor,
     conv_state: torch.Tensor,
@@ -248,18 +251,16 @@ def kda_commit(
         fail("num_accepted", f"has shape {list(num_accepted.shape)}, needs [B] = [{requests}]", "a count a request")
     check_same("num_accepted", num_accepted, "state", state, dtype=False)
     check_contiguous_rows("num_accepted", num_accepted)
-    if has_data(num_accepted) and requests:
-        low, high = int(num_accepted.min()), int(num_accepted.max())
-        if low < 0 or high > states.shape[1]:
-            wrong = low if low < 0 else high
-            fail(
-                "num_accepted",
-                f"is {wrong}, needs 0 to Tq = {states.shape[1]}",
-                "0 keeps the state from before the step",
-            )
+    check_numbers(_check_counts, num_accepted, states.shape[1])
     check_slots("slots", slots, requests, "state", state.shape[0], state)
     for pool, kept in ((state, states), (conv_state, windows)):
         torch.ops.k3dsl.kda_commit_(pool.flatten(1), kept.flatten(2), num_accepted, slots)
+
+
+def _check_counts(num_accepted: torch.Tensor, tokens: int) -> None:
+    wrong = [n for n in num_accepted.tolist() if not 0 <= n <= tokens]
+    if wrong:
+        fail("num_accepted", f"is {wrong[0]}, needs 0 to Tq = {tokens}", "0 keeps the state from before the step")
 
 
 __all__ = ["kda_commit", "kda_step"]

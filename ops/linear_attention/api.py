@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +20,11 @@ from k3dsl.ops.linear_attention.check import (
 )
 from k3dsl.ops.linear_attention.chunked import chunked
 from k3dsl.ops.linear_attention.space import DECODE, FORWARD
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, wanted_backend
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, remembered, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import forced_key
+from k3dsl.runtime.replay import replayed
 
 _dispatch = {name: Dispatcher(op.plan) for name, op in FORWARD.items()}
 _token = {name: Dispatcher(op.plan) for name, op in DECODE.items()}
@@ -44,7 +45,7 @@ class Call(NamedTuple):
     forced: str | None
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _code(call: Call) -> tuple[Executable, int]:
     """The compiled plan for a kind of call, and its chunk length."""
     op = FORWARD[call.name]
@@ -63,7 +64,7 @@ def _code(call: Call) -> tuple[Executable, int]:
     return code, knobs["chunk"]
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _token_code(call: Call) -> Executable:
     """The compiled plan for one token. The pool's size changes nothing."""
     op = DECODE[call.name]
@@ -80,7 +81,7 @@ def op_name(g: torch.Tensor | None, beta: torch.Tensor | None) -> str:
     return "linear_attention" if beta is None else "delta_rule" if g is None else "gated_delta_rule"
 
 
-@torch.library.custom_op("k3dsl::linear_forward", mutates_args=())
+@torch_op("linear_forward")
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -293,6 +294,7 @@ def _sequences(
     return o, state if output_final_state else None
 
 
+@replayed
 def linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -333,6 +335,7 @@ def linear_attention(
     )  # fmt: skip
 
 
+@replayed
 def delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -362,6 +365,7 @@ def delta_rule(
     )  # fmt: skip
 
 
+@replayed
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -415,6 +419,7 @@ def _one_token(
     return (out, state) if in_place else out
 
 
+@replayed
 def linear_attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -443,6 +448,7 @@ def linear_attention_decode(
     return _one_token(q, k, v, None, None, (), state, state_indices, scale, False, state_v_first, in_place)
 
 
+@replayed
 def delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -461,6 +467,7 @@ def delta_rule_decode(
     )
 
 
+@replayed
 def gated_delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -8,12 +8,14 @@ import torch
 
 from k3dsl.ops.common import Caller, check_rank, check_same, check_tensor, dtype_name, fail
 from k3dsl.ops.matmul.space import MATMUL
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(MATMUL)
 _PRECISIONS = ("ieee", "tf32x3", "tf32")
 
 
-@torch.library.custom_op("k3dsl::matmul", mutates_args=())
+@torch_op("matmul")
 def _matmul(a: torch.Tensor, b: torch.Tensor, precision: str, out_dtype: torch.dtype) -> torch.Tensor:
     (M, K), N = a.shape, b.shape[1]
     if M * N * K == 0:
@@ -44,6 +46,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _matmul.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def matmul(
     a: torch.Tensor, b: torch.Tensor, *, precision: str = "ieee", out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,9 +14,11 @@ from k3dsl.ops.common import Caller, check_tensor, fail, gradients_again, size_c
 from k3dsl.ops.mla import check, plain
 from k3dsl.ops.mla.space import CACHE_WRITE, DECODE, PREFILL
 from k3dsl.ops.mla.tables import block_table
-from k3dsl.runtime.dispatch import Dispatcher, Problem, aligned, strides_of, wanted_backend
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.dispatch import Dispatcher, Problem, aligned, remembered, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import Op, forced_key
+from k3dsl.runtime.replay import replayed
 
 Items = tuple[tuple[str, Any], ...]
 
@@ -28,7 +29,7 @@ class Chooser:
     def __init__(self, op: Op) -> None:
         self.op = op
         self._dispatch = Dispatcher(op.plan)
-        self._remembered = lru_cache(maxsize=4096)(self._pick)
+        self._remembered = remembered(self._pick)
 
     def __call__(
         self,
@@ -66,7 +67,7 @@ def _halves(k_nope: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("k3dsl::mla_prefill", mutates_args=())
+@torch_op("mla_prefill")
 def _prefill(
     q: torch.Tensor,
     k_nope: torch.Tensor,
@@ -201,6 +202,22 @@ def mla_prefill(
         if len(q) != 2:
             fail("q", f"is a sequence of {len(q)}", "pass one tensor, or (q_nope, q_pe)")
         q = _joined((q[0], q[1]))
+    return _checked_prefill(q, k_nope, k_pe, v, scale, causal, gate, cu_seqlens, cu_seqlens_k, return_lse)
+
+
+@replayed
+def _checked_prefill(
+    q: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_pe: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    causal: bool,
+    gate: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     check.check_prefill(q, k_nope, k_pe, v, scale, gate, cu_seqlens, cu_seqlens_k)
     number = None if scale is None else float(scale)
     o, lse = _prefill(q, k_nope, k_pe, v, gate, cu_seqlens, cu_seqlens_k, number, causal, return_lse)
@@ -291,6 +308,7 @@ def _(latent, k_pe, kv_cache, slot_mapping, norm_weight, eps):
     return None
 
 
+@replayed
 def mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -341,6 +359,7 @@ def mla_decode(
 # ---- cache write ---------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def mla_cache_write(
     latent: torch.Tensor,
     k_pe: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from k3dsl.ops.common import (
     check_contiguous_rows,
+    check_numbers,
     check_offset_values,
     check_offsets,
     check_rank,
@@ -141,13 +142,12 @@ def check_decode(
         if x.shape[0] != B:
             fail(name, f"is for {x.shape[0]} requests, q for {B}", "one row a request")
     check_scale(scale)
-    if has_data(cache_seqlens):
-        _check_pages(kv_cache, page_table, cache_seqlens)
+    check_numbers(_check_pages, cache_seqlens, page_table, *kv_cache.shape[:2])
 
 
-def _check_pages(kv_cache: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor) -> None:
+def _check_pages(cache_seqlens: torch.Tensor, page_table: torch.Tensor, pages: int, page: int) -> None:
     """The numbers of a decode call on the CPU: lengths that the table has room for, pages that the cache has."""
-    (pages, page, _), columns = kv_cache.shape, page_table.shape[1]
+    columns = page_table.shape[1]
     for b, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= columns * page:
             fail(
@@ -155,8 +155,8 @@ def _check_pages(kv_cache: torch.Tensor, page_table: torch.Tensor, cache_seqlens
                 f"is {length} for request {b}, the page table has room for {columns * page}",
                 "see there",
             )
-        used = page_table[b, : -(-length // page)]
-        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < pages:
+        used = page_table[b, : -(-length // page)].tolist()
+        if used and not 0 <= min(used) <= max(used) < pages:
             fail(
                 "page_table",
                 f"names pages of request {b} outside the cache's {pages}",
@@ -206,16 +206,15 @@ def check_write(
             )
     if not 0 <= eps < math.inf:
         fail("eps", f"is {eps}", "pass a finite number of at least 0")
-    if has_data(slot_mapping):
-        slots, room = slot_mapping[slot_mapping >= 0], kv_cache.shape[0] * kv_cache.shape[1]
-        if slots.numel() and int(slots.max()) >= room:
-            fail(
-                "slot_mapping",
-                f"names slot {int(slots.max())}, the cache has {room}",
-                "slots go from 0 to pages * page_size",
-            )
-        if slots.unique().numel() != slots.numel():
-            fail("slot_mapping", "names a slot twice", "one token a slot")
+    check_numbers(_check_mapping, slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+
+
+def _check_mapping(slot_mapping: torch.Tensor, room: int) -> None:
+    slots = [n for n in slot_mapping.tolist() if n >= 0]
+    if slots and max(slots) >= room:
+        fail("slot_mapping", f"names slot {max(slots)}, the cache has {room}", "slots go from 0 to pages * page_size")
+    if len(set(slots)) != len(slots):
+        fail("slot_mapping", "names a slot twice", "one token a slot")
 
 
 def check_cache_start(kv_cache: torch.Tensor) -> None:

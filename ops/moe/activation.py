@@ -9,6 +9,8 @@ import torch
 
 from k3dsl.ops.common import Caller, check_contiguous_rows, check_same, check_tensor, fail
 from k3dsl.ops.moe.space import SITU
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(SITU)
 
@@ -22,7 +24,7 @@ def _dims(rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {"R": (rows,), "I": (columns, 128, 16, 8)}
 
 
-@torch.library.custom_op("k3dsl::situ", mutates_args=())
+@torch_op("situ")
 def _situ(gate: torch.Tensor, up: torch.Tensor, activation: str, beta: float, linear_beta: float) -> torch.Tensor:
     if gate.numel() == 0:
         return gate.new_empty(gate.shape)
@@ -104,6 +106,7 @@ def _glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str, beta: flo
     return _situ(*rows, activation, float(beta), float(linear_beta)).reshape(left.shape)
 
 
+@replayed
 def situ(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, beta: float = 4.0, linear_beta: float = 25.0
 ) -> torch.Tensor:
@@ -125,6 +128,7 @@ def situ(
     return _glu(gate, up, "situ", beta, linear_beta)
 
 
+@replayed
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """SwiGLU, g sigmoid(g) u, in fp32, rounded once; arguments, result and errors as `situ`."""
     return _glu(gate, up, "silu", 4.0, 25.0)

@@ -11,6 +11,8 @@ from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_sa
 from k3dsl.ops.moe.activation import check_betas
 from k3dsl.ops.moe.experts_backward import gradients
 from k3dsl.ops.moe.space import EXPERTS, SORT
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.replay import replayed
 
 _sort_call, _experts_call = Caller(SORT), Caller(EXPERTS)
 ACTIVATIONS = ("situ", "silu")
@@ -63,6 +65,7 @@ def _check_ids(ids: torch.Tensor) -> None:
         fail("ids", f"has {ids.numel()} entries, more than int32 can number", "split the tokens over calls")
 
 
+@replayed
 def moe_sort(ids: torch.Tensor, num_experts: int, block_m: int = 64) -> ExpertOrder:
     """Puts the choices of all tokens in the order of their experts, on the device and without waiting for it.
 
@@ -100,7 +103,7 @@ _NAMES = (
 _DIFFERENTIABLE = 5
 
 
-@torch.library.custom_op("k3dsl::moe_experts", mutates_args=())
+@torch_op("moe_experts")
 def _experts(
     x: torch.Tensor,
     w_gate: torch.Tensor,
@@ -191,6 +194,7 @@ def _check_weights(x: torch.Tensor, weights: dict[str, torch.Tensor], scales: di
         fail("x", f"is {x.dtype}, and MXFP4 weights are multiplied as bf16", "x.to(torch.bfloat16)")
 
 
+@replayed
 def moe_experts(
     x: torch.Tensor,
     w_gate: torch.Tensor,

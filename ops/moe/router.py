@@ -10,6 +10,8 @@ import torch
 from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_same, check_tensor, dtype_name, fail
 from k3dsl.ops.moe import reference
 from k3dsl.ops.moe.space import ROUTER, TOPK
+from k3dsl.ops.registration import torch_op
+from k3dsl.runtime.replay import replayed
 
 _topk_call, _router_call = Caller(TOPK), Caller(ROUTER)
 SCORINGS = ("sigmoid", "softmax")
@@ -21,7 +23,7 @@ def _empty(x: torch.Tensor, top_k: int) -> _Pair:
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
 
 
-@torch.library.custom_op("k3dsl::moe_topk", mutates_args=())
+@torch_op("moe_topk")
 def _topk(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float, scoring: str
 ) -> _Pair:
@@ -39,7 +41,7 @@ def _(logits, bias, top_k, renormalize, scale, scoring):
     return _empty(logits, top_k)
 
 
-@torch.library.custom_op("k3dsl::moe_router", mutates_args=())
+@torch_op("moe_router")
 def _router(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -123,6 +125,7 @@ def _check_choice(E: int, bias: torch.Tensor | None, top_k: int, scale: float, s
         fail("bias", f"has shape {list(bias.shape)}, needs [E] = [{E}]", "one number an expert")
 
 
+@replayed
 def moe_topk(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -163,6 +166,7 @@ def moe_topk(
     return weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
 
 
+@replayed
 def moe_router(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from k3dsl.ops.common import Caller, check_same, check_tensor, dtype_name, fail
+from k3dsl.ops.registration import torch_op
 from k3dsl.ops.rmsnorm.space import MAX_WIDTH, RMSNORM
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(RMSNORM)
 
 
-@torch.library.custom_op("k3dsl::rmsnorm", mutates_args=())
+@torch_op("rmsnorm")
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.numel() == 0:
         return torch.empty_like(x)
@@ -45,6 +47,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _rmsnorm.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x * rsqrt(mean(x^2) + eps) in fp32, rounded to x's dtype, then times the weight (Llama's order of rounding).
 

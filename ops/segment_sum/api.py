@@ -18,12 +18,14 @@ from k3dsl.ops.common import (
     fail,
     has_data,
 )
+from k3dsl.ops.registration import torch_op
 from k3dsl.ops.segment_sum.space import SEGMENT_SUM
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(SEGMENT_SUM)
 
 
-@torch.library.custom_op("k3dsl::segment_sum", mutates_args=())
+@torch_op("segment_sum")
 def _segment_sum(values: torch.Tensor, cu_seqlens: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     (T, D), N = values.shape, cu_seqlens.shape[0] - 1
     if T * D == 0:
@@ -56,6 +58,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _segment_sum.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def segment_sum(
     values: torch.Tensor, cu_seqlens: torch.Tensor, *, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:

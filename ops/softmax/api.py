@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from k3dsl.ops.common import FLOATS, Caller, check_tensor, dtype_name, fail
+from k3dsl.ops.registration import torch_op
 from k3dsl.ops.softmax.space import SOFTMAX
+from k3dsl.runtime.replay import replayed
 
 _call = Caller(SOFTMAX)
 
 
-@torch.library.custom_op("k3dsl::softmax", mutates_args=())
+@torch_op("softmax")
 def _softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=dtype)
@@ -40,6 +42,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _softmax.register_autograd(_backward, setup_context=_setup_context)
 
 
+@replayed
 def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> torch.Tensor:
     """exp(x - max x) / sum exp(x - max x) over the last dim, computed in fp32.
 

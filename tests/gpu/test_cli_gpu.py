@@ -25,7 +25,7 @@ def run(*args: str):
 @pytest.mark.parametrize("op", ["kda.decode", "matmul", "softmax", "rmsnorm"])
 def test_run_judges_through_triton(op):
     report = json.loads(run("run", op, "--json").stdout)
-    assert report["device"] == torch.cuda.get_device_name()
+    assert report["device"] == f"{torch.cuda.get_device_name()}, triton backend"
     assert report["failed"] == 0
     assert report["passed"] >= 1
 
@@ -39,6 +39,9 @@ def test_bench_times_the_op_and_each_kernel_against_its_floor():
     dims = ("--dims", "B=1,T=2048,H=16")
     result = json.loads(run("bench", "kda.forward", *dims, "--rep-ms", "20", "--json").stdout)
     assert "do_bench" in result["timing"]["timer"]
+    assert "CUDA graph" in result["graph"]["timer"]
+    assert 0 < result["graph"]["median_ms"] < 1.1 * result["timing"]["median_ms"]
+    assert result["host_us"] > 0
     assert {"prep", "scan"} <= {launch["label"] for launch in result["launches"]}
     assert 100 < result["copy_gbps"] < 20000
     for launch in result["launches"]:

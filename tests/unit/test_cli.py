@@ -17,6 +17,8 @@ from k3dsl.cli.common import parse_dims, parse_settings, parse_value
 from k3dsl.cli.main import app
 from k3dsl.errors import ArgumentError
 from k3dsl.ops.registry import get_op, op_names
+from k3dsl.runtime import timing
+from k3dsl.runtime.timing import Timing
 
 pytest.importorskip("triton")
 SMALL = ("--dims", "B=3,H=2,K=64,V=64,slots=4")
@@ -313,6 +315,29 @@ def test_bench_times_an_op_and_says_what_the_time_is_worth():
     assert result["knobs"] == {"block_v": 8}
     assert result["dims"]["slots"] == 4
     assert result["timing"]["median_ms"] > 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_bench_shows_a_cuda_graph_in_a_row_of_its_own_and_compares_peers_by_calls(monkeypatch):
+    def timed(ms):
+        return Timing(ms, ms, ms, "a GPU timer")
+
+    peer = timing.PeerTime("fla", timed(0.2), {"o": 1e-3})
+    made = timing.BenchResult(
+        "kda.decode", "a GPU", {"B": 3}, {}, timed(0.4), (peer,), (), 4000.0, graph=timed(0.1), host_us=37.4
+    )
+    monkeypatch.setattr(timing, "bench", lambda *_, **__: made)
+    shown = " ".join(run("bench", "kda.decode").stdout.split())
+    assert "kda.decode, CUDA graph" in shown
+    assert "the host enqueues a call in 37 us" in shown
+    assert "compared with the row above" in shown
+    result = json.loads(run("bench", "kda.decode", "--json").stdout)
+    assert result["graph"]["median_ms"] == 0.1
+    assert result["host_us"] == 37.4
+    assert result["peers"][0]["ratio"] == 2.0
+    assert made.on_device.median_ms == 0.1
+    assert timing.measure_graph(lambda: None, "cpu") is None
+    assert timing.host_us(lambda: None, "cpu") is None
 
 
 @pytest.mark.usefixtures("no_gpu")
