@@ -86,9 +86,9 @@ def factors(d, c, q, k, g, beta, out, head, batch, chunk, rows):
     i, j = arange(c.C)[:, None], arange(c.C)[None, :]
     kf, qf = k_raw.to(f32), q_raw.to(f32)
     kf, qf = kf * column(kn), qf * column(qn)
-    k_rows, q_rows = kf.to(k_raw.dtype), qf.to(q_raw.dtype)
-    A = dot(k_rows, k_rows.T, precision=c.gram_precision)
-    Q = dot(q_rows, k_rows.T, precision=c.gram_precision)
+    # of the raw rows, whose products are exact: a q nearly orthogonal to its k would show the rounding of unit rows
+    A = dot(k_raw, k_raw.T, precision=c.gram_precision) * column(kn) * line(kn)
+    Q = dot(q_raw, k_raw.T, precision=c.gram_precision) * column(qn) * line(kn)
     k_start, q_start, k_end = kf, qf, kf
     total = zeros((), f32)
     if g is not None:
@@ -114,6 +114,11 @@ def factors(d, c, q, k, g, beta, out, head, batch, chunk, rows):
 def column(x: Any) -> Any:
     """A number a row, against a tile of rows; a plain number as it is."""
     return x if isinstance(x, (int, float)) else x[:, None]
+
+
+def line(x: Any) -> Any:
+    """A number a column, against a tile of columns; a plain number as it is."""
+    return x if isinstance(x, (int, float)) else x[None, :]
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))

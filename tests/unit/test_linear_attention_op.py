@@ -147,6 +147,24 @@ def test_two_bf16_parts_of_the_state_are_more_accurate_than_one() -> None:
     assert errors[1] < 0.9 * errors[0]
 
 
+@pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule"])
+def test_a_query_that_is_nearly_orthogonal_to_its_key_keeps_its_precision(name: str) -> None:
+    # one token: o = scale beta <q, k> / (|q| |k|) v, and <q, k> is 1/500 of |q| |k|
+    torch.manual_seed(0)
+    k, q, v = (torch.randn(1, 1, 4, 64) for _ in range(3))
+    q = q - (q * k).sum(-1, keepdim=True) / (k * k).sum(-1, keepdim=True) * k * 0.998
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+    beta = torch.rand(1, 1, 4)
+    gate = {"g": torch.zeros(1, 1, 4)} if name == "gated_delta_rule" else {}
+    o, _ = getattr(ops, name)(q, k, v, beta=beta, use_qk_l2norm_in_kernel=True, **gate)
+    qd, kd, vd = q.double(), k.double(), v.double()
+    cosine = (qd * kd).sum(-1) / (qd.norm(dim=-1) * kd.norm(dim=-1))
+    assert cosine.abs().max() < 0.01
+    expected = (64**-0.5 * beta.double() * cosine)[..., None] * vd
+    for head in range(4):
+        assert_close_rms(f"o of head {head}", o[:, :, head], expected[:, :, head], 5e-3)
+
+
 def test_values_that_fp16_cannot_hold_are_done_again() -> None:
     x = drawn("delta_rule", T=64, H=2)
     x["v"][:, 40, 1] = 1e6

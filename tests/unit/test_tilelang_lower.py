@@ -32,7 +32,7 @@ OTHER: dict[str, Mapping[str, Any]] = {
     "kda.decode": {"decode.threads": 256},
     "kda.step": {"kda_step.threads": 128},
     "kda.commit": {"kda_commit.threads": 256},
-    "causal_conv1d": {"rows": 4, "final_window.threads": 256},
+    "causal_conv1d": {"rows": 4, "final_window.threads": 128},
     "causal_conv1d.update": {"conv_update.threads": 256},
     "gated_rmsnorm": {"gated_rmsnorm.threads": 256},
     "mla.prefill": {"mla_prefill.stages.keys": 2, "block_k": 128},

@@ -54,7 +54,7 @@ def check(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> list[Re
     reasons += _dots(expanded, placement)
     reasons += _warps(schedule, placement, target)
     reasons += _fragments(schedule, placement, printer)
-    reasons += _reductions(expanded, placement)
+    reasons += _reductions(expanded, placement) + _overlap(expanded, placement)
     return reasons + _shared(text, printer, target)
 
 
@@ -198,6 +198,17 @@ def _reductions(kernel: Kernel, placement: Placement) -> list[Reason]:
                 Reason("reduce_width", f"{message}, not a power of two; transpose the tile or pad it", op.loc)
             )
     return reasons
+
+
+def _overlap(kernel: Kernel, placement: Placement) -> list[Reason]:
+    loops = [op for op in walk(kernel.body) if op.opcode == "loop"]
+    if not placement.schedule.overlap or any(placement.overlaps(loop) for loop in loops):
+        return []
+    message = (
+        "overlap is for a pipelined loop whose copies have a warp group of their own and whose products are all wgmma, on "
+        "registers or on tiles that the step does not write; there is none"
+    )
+    return [Reason("overlap", f"{message}; leave overlap out", loops[0].loc if loops else kernel.source)]
 
 
 def _by_instruction(op: Op) -> bool:

@@ -20,6 +20,7 @@ from k3dsl.ir.scalars import uniform_constant
 from k3dsl.passes.affine import IndexAnalysis
 from k3dsl.targets import Target
 
+SUMS = ("reduce", "scan", "argmax", "argmin")
 CHEAP = 2
 """Folding a value into several loops repeats its work; this many simple operations are cheaper than a buffer."""
 
@@ -214,6 +215,8 @@ class Placement:
         last = max((k for k, n in enumerate(source.shape) if n != 1), default=0)
         if len(unit_free(v.shape)) < 2 and op.attrs["axis"] != last and len(unit_free(source.shape)) > 1:
             return Home("shared", "one number a column, which every row reads")
+        if self._between_layouts(v, found):
+            return Home("shared", "one number a row, for tiles laid out in another way")
         return self._result(v, found, "reduced")
 
     def _elementwise(self, op: Op, v: Value, region: Region, found: list[Read]) -> Home:
@@ -231,6 +234,8 @@ class Placement:
         flat = len(unit_free(v.shape)) < 2
         if flat and not self._row_made(v):
             return Home("shared", "a vector that any thread may read")
+        if flat and self._between_layouts(v, found):
+            return Home("shared", "one number a row, for tiles laid out in another way")
         return self._result(v, found, "computed once for several loops")
 
     def _row_made(self, v: Value) -> bool:
@@ -242,6 +247,46 @@ class Placement:
         if op.opcode in ("reduce", "argmax", "argmin", "loop"):
             return True
         return any(self._row_made(o) for o in op.operands if o.shape)
+
+    def _between_layouts(self, v: Value, found: list[Read]) -> bool:
+        """True for one number a row that is also read as one a column, or that goes from a tile in an accumulator's layout to
+        one in another, or the other way: a fragment of it would have to be in both."""
+        if self._is_line(v):
+            return True
+        made = self._rows_anchored(v, set())
+        tiles = [t for t in map(_looped_over, found) if t is not None and len(unit_free(t.shape)) > 1]
+        return bool(made) and any(self.anchored(t) not in made for t in tiles)
+
+    def _is_line(self, v: Value) -> bool:
+        """True when some tile has the elements of a vector along its last axis."""
+        for use in self.uses.uses(v):
+            op = use.op
+            if use.kind != "operand" or op.opcode in ("loop", "dot") or len(op.results) != 1 or op.opcode in SUMS:
+                continue
+            flat = len(unit_free(op.result.shape)) < 2
+            if flat and op.result.shape and self.home[id(op.result)].kind == "inline":
+                if self._is_line(op.result):
+                    return True
+            elif not flat and v.shape and v.shape[-1] != 1 and op.opcode != "reshape":
+                return True
+        return False
+
+    def _rows_anchored(self, v: Value, seen: set[int]) -> set[bool]:
+        """Whether the tiles that a vector has one number a row of are in an accumulator's layout: one answer a tile."""
+        if id(v) in seen:
+            return set()
+        seen.add(id(v))
+        if v.op is None:
+            loop, k = self.uses.carry[id(v)]
+            sources = [loop.operands[2 + k], loop.regions[0].yields[k]]
+        elif v.op.opcode == "loop":
+            k = next(k for k, r in enumerate(v.op.results) if r is v)
+            sources = [v.op.operands[2 + k], v.op.regions[0].yields[k]]
+        else:
+            sources = [o for o in v.op.operands if o.shape]
+        if v.op is not None and v.op.opcode in ("reduce", "argmax", "argmin"):
+            return {self.anchored(o) for o in sources}
+        return {found for o in sources for found in self._rows_anchored(o, seen)}
 
     def _cost(self, v: Value) -> int:
         """Simple operations to compute one element again."""
@@ -299,6 +344,44 @@ class Placement:
     def patched_in_place(self, op: Op) -> bool:
         """True when a patched load's tile itself must hold the right numbers: a product reads it."""
         return self.patched(op) and any(r.kind in BUFFER_DEMANDS for r in self.reads(op.result))
+
+    def overlaps(self, loop: Op) -> bool:
+        """True when a step's products are issued before they are waited for: all are wgmma, on registers and on tiles that
+        the step does not write, and the tiles that the pipeline refills are given back at the step's end."""
+        plans = [self.dots[id(op)] for op in walk(loop.regions[0]) if op.opcode == "dot"]
+        if not self.schedule.overlap or loop is not self.split or any(p.form != "wgmma" for p in plans):
+            return False
+        shared = [v for p in plans for v in ([p.b] if p.a_fragment else [p.a, p.b])]
+        inside = [v.op for v in shared if self.uses.region_of[id(v)] is loop.regions[0]]
+        return all(op is not None and self.runs_ahead(op) for op in inside)
+
+    def reads_may_be_under_way(self, loop: Op) -> bool:
+        """True when threads' own reads of the tiles that a warp group of its own refills may be unfinished at a step's end.
+
+        Giving a tile back does not wait for them, and the refill is not ordered after them: those with conflicts, or behind
+        such, would see the next step's numbers. wgmma is waited for, and so is what a wgmma of the step takes from registers.
+        """
+        if loop is not self.split:
+            return False
+        body = loop.regions[0]
+        for load in self.hoisted.get(id(loop), []):
+            for read in self.reads(load.result):
+                plan = self.dots.get(id(read.op))
+                by_wgmma = read.kind in BUFFER_DEMANDS and plan is not None and plan.form == "wgmma"
+                if not by_wgmma and not (read.region is body and self._feeds_wgmma(read.op, body, set())):
+                    return True
+        return False
+
+    def _feeds_wgmma(self, op: Op, body: Region, seen: set[int]) -> bool:
+        """True when a wgmma of the loop's body takes, directly or through other ops of the body, what op computes."""
+        if id(op) in seen or self.uses.home[id(op)] is not body:
+            return False
+        seen.add(id(op))
+        plan = self.dots.get(id(op))
+        if plan is not None and plan.form == "wgmma":
+            return True
+        users = [u.op for v in op.results for u in self.uses.uses(v) if u.kind == "operand" and u.region is body]
+        return any(self._feeds_wgmma(user, body, seen) for user in users)
 
     def _known_at_start(self, v: Value, body: Region) -> bool:
         if self.uses.region_of.get(id(v)) is not body:
@@ -384,6 +467,16 @@ class Placement:
 
 def _swap_only(op: Op, demands: list[Read], found: list[Read]) -> bool:
     return len(demands) == len(found) and op.opcode == "permute"
+
+
+def _looped_over(read: Read) -> Value | None:
+    """The tile over whose elements the code of a read goes, if it is another than what is read."""
+    op = read.op
+    if op.opcode in ("store", "atomic_add"):
+        return op.operands[op.attrs["value_slot"]]
+    if op.opcode in ("loop", "when"):
+        return None
+    return op.operands[0] if op.opcode in ("reduce", "scan", "argmax", "argmin") else op.result
 
 
 def _padding(kernel: Kernel, schedule: TileLangSchedule) -> dict[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from k3dsl.backends.tilelang.access import Access, shape_text, strides_text
 from k3dsl.backends.tilelang.elementwise import negated
+from k3dsl.backends.tilelang.overlap import overlapped
 from k3dsl.backends.tilelang.prelude import prelude
 from k3dsl.backends.tilelang.products import ProductPrinter
 from k3dsl.backends.tilelang.text import all_of, atom, dim_text, literal, opened, tl_dtype, total
@@ -299,10 +300,16 @@ class Printer(ProductPrinter):
         group = self.name("_step")
         self.line(f"for {group} in tl.serial(1):")
         with self.indented():
+            before = len(self.lines)
             for o in ahead:
                 if self.placement.patched_in_place(o):
                     self._patch(o)
             self._body(op, body, {id(o) for o in ahead} | done)
+            if self.placement.overlaps(op):
+                self.lines[before:] = overlapped(self.lines[before:])
+                self.last_loc = None
+            if self.placement.reads_may_be_under_way(op):
+                self.line("tl.fence_proxy_async()")
 
     def _patch(self, op: Op) -> None:
         """Rows past the span's end, which the copy has read from what follows, get what they should read as."""

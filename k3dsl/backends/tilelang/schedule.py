@@ -21,7 +21,8 @@ class TileLangSchedule:
     min_blocks_per_sm: programs that a multiprocessor must have room for, or None. producer_registers,
     consumer_registers: registers a thread of each kind after the split; both or neither. swizzle: width in programs of the
     rasterisation panel, or None. policy: 'row', 'col' or 'square' by dot (d0, d1, ... in program order): which axis of the
-    result the warps divide. staged: tensors whose stores go through a shared tile; None leaves it to placement.
+    result the warps divide. staged: tensors whose stores go through a shared tile; None leaves it to placement. overlap: the
+    wgmma products of a step of the loop with that warp group run beside each other instead of one by one.
     """
 
     threads: int = 128
@@ -33,6 +34,7 @@ class TileLangSchedule:
     swizzle: int | None = None
     policy: Mapping[str, str] = field(default_factory=dict)
     staged: tuple[str, ...] | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.threads not in (32, 64, 128, 256, 512, 1024):
@@ -42,8 +44,9 @@ class TileLangSchedule:
         for label, n in self.stages.items():
             if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 16:
                 raise ArgumentError(f"stages[{label!r}] must be 1 to 16, got {n!r}")
-        if not isinstance(self.warp_specialize, bool):
-            raise ArgumentError(f"warp_specialize must be true or false, got {self.warp_specialize!r}")
+        for name in ("warp_specialize", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self._number("min_blocks_per_sm", 1, 32)
         self._number("swizzle", 1, 64)
         for name in ("producer_registers", "consumer_registers"):
