@@ -307,6 +307,16 @@ def combines(d, c, x=In("4 16", f32), y=In("4 16", f32), o=Out("4 16", f32), p=O
     p[i, 0], p[i, 1] = best, tied
 
 
+@construct(dims={"T": 71, "n": 6}, x=random(71, 6, 12), ids=whole(4, low=0, high=6))
+@kernel(grid=lambda d, c: (cdiv(d.T, 30),))
+def rows_over_axes(d, c, x=In("T n 12", f32), ids=In("4", i32), o=Out("T n 12", f32), p=Out("T 4 12", f32)):
+    rows = span(program_id(0) * 30, 30, end=d.T).reshape(2, 3, 5)
+    heads = span(0, 6, end=d.n).reshape(3, 2)
+    t = x.load(rows, heads, slice(None), order=(2, 0, 1, 4, 3, 5))
+    o[rows, heads, :] = t * 2.0
+    p[rows, :, :] = x[rows, ids[:], :]
+
+
 @construct(dims={"n": 3}, scalars={"factor": 0.25}, x=random(3, 8))
 @kernel(grid=lambda d, c: (d.n,))
 def numbers(d, c, x=In("n 8", f32), factor=Scalar(f32), o=Out("n 8", f32), w=Out("n", i64)):

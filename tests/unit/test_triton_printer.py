@@ -144,6 +144,47 @@ def test_a_tile_wider_than_2_31_elements_is_addressed_in_64_bits():
     assert "int64" in offsets(1 << 24)
 
 
+@kernel(grid=lambda d, c: (cdiv(d.T, 32),))
+def copy_blocks(d, c, x=In("T 64", f32), o=Out("T 64", f32)):
+    rows = span(program_id(0) * 32, 32, end=d.T).reshape(2, 16)
+    o[rows, :] = x[rows, :]
+
+
+def test_of_rows_over_several_tile_axes_the_innermost_are_added_last():
+    source = printed(copy_blocks, {"T": Sym("T", divisible_by=2, max=1 << 20)})
+    offsets = line_with(source, "x_offsets =")
+    assert offsets.endswith("= tl.arange(0, 2)[:, None, None] * 1024 + tl.arange(0, 64)[None, None, :]")
+    assert line_with(source, "x_rows =").endswith("= tl.arange(0, 16)[None, :, None] * 64")
+    load = line_with(source, "tl.load")
+    assert "+ x_offsets + x_rows, mask=rows_start + tl.arange(0, 2)[:, None, None] * 16 + tl.arange(0, 16)" in load
+    assert "+ x_offsets + x_rows, " in line_with(source, "tl.store")
+
+
+@pytest.mark.parametrize(
+    ("most", "outer", "inner"),
+    # 16 and 15 rows of 2^26 elements are below 2^31, as are 15 but not 16 of a little less than 2^31 / 15
+    [(1 << 26, False, False), ((1 << 31) // 15 - 1, True, False), (1 << 28, True, True)],
+)
+def test_each_part_of_rows_over_several_tile_axes_has_its_own_width(most, outer, inner):
+    strides = Sym("s", max=most), 1
+    source = printed(copy_blocks, {"T": Sym("T", max=32)}, tensors={"x": TensorSpec(f32, strides)})
+    offsets, rows = line_with(source, "x_offsets ="), line_with(source, "x_rows =")
+    assert ("tl.arange(0, 2)[:, None, None].to(tl.int64) * " in offsets) == outer
+    assert ("tl.arange(0, 16)[None, :, None].to(tl.int64) * s" in rows) == inner
+    assert ("int64" in offsets, "int64" in rows) == (outer, inner)
+
+
+def test_neighbouring_elements_over_several_tile_axes_stay_one_term():
+    @kernel(grid=lambda d, c: (1,))
+    def k(d, c, x=In("8 64", f32), o=Out("8 64", f32)):
+        columns = span(0, 64).reshape(4, 16)
+        o[:, columns] = x[:, columns]
+
+    text = printed(k).text
+    assert "tl.arange(0, 4)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]" in text
+    assert "_rows" not in text
+
+
 def test_constant_indices_are_folded_into_one_number():
     @kernel(grid=lambda d, c: (1,))
     def k(d, c, x=In("5 70000 70000", f32), o=Out("1", f32)):
@@ -413,6 +454,13 @@ def test_stages_go_to_the_loop_of_that_label():
     assert source.options["num_stages"] == 4
 
 
+@pytest.mark.parametrize(("warps", "cap", "kept"), [(4, 168, 168), (8, 255, 255), (16, 128, 128), (16, 168, None)])
+def test_a_register_cap_that_would_stop_the_launch_is_dropped(warps, cap, kept):
+    # a multiprocessor of Hopper has 65536 registers
+    source = printed(copy_rows, {"T": 4096}, num_warps=warps, maxnreg=cap)
+    assert source.options["maxnreg"] == kept
+
+
 def test_a_combine_becomes_a_function_of_the_module():
     @kernel(grid=lambda d, c: (1,))
     def k(d, c, x=In("16", f32), o=Out("16", f32), p=Out("1", f32)):
@@ -443,7 +491,8 @@ def test_contiguity_and_order_are_hints_of_the_access():
     assert load.endswith(", (1, 0, 2))")
     assert load.startswith("t = tl.permute(")
     offsets = line_with(source, "x_offsets =")
-    assert "tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[:, None, None]" in offsets
+    assert "tl.arange(0, 2)[None, :, None] * 1024 + " in offsets
+    assert line_with(source, "x_rows =").endswith("tl.arange(0, 16)[:, None, None] * 64")
     assert "tl.max_contiguous(tl.arange(0, 64), 4)" in offsets
     assert "tl.max_contiguous(tl.arange(0, 64), 2)" in line_with(source, "o_offsets =")
 

@@ -94,18 +94,20 @@ class AccessPrinter:
             text = f"tl.max_contiguous({text}, {hint})"
         return self._expand(text, [tile_axis])
 
-    def lanes(self, axis: Axis) -> str:
-        """Element numbers 0, 1, ... along a span or full axis, over its tile axes."""
-        parts: list[str] = []
+    def _steps(self, axis: Axis) -> list[tuple[int, int]]:
+        """(tile axis, elements from one of its places to the next) of a span or full axis; those of one place left out."""
+        found: list[tuple[int, int]] = []
         step = 1
         tile_axes = range(axis.first, axis.first + axis.rank)
         wide = [a for a in tile_axes if self.shape[a] > 1] or [tile_axes[-1]]
-        for a in reversed(tile_axes):
-            if a not in wide:
-                continue
-            parts.append(self._arange(a) + (f" * {step}" if step != 1 else ""))
+        for a in reversed(wide):
+            found.append((a, step))
             step *= self.shape[a]
-        return " + ".join(reversed(parts))
+        return found[::-1]
+
+    def lanes(self, axis: Axis) -> str:
+        """Element numbers 0, 1, ... along a span or full axis, over its tile axes."""
+        return " + ".join(self._arange(a) + (f" * {step}" if step != 1 else "") for a, step in self._steps(axis))
 
     def scalar_offset(self) -> str | None:
         """The part of the offset that is one number a program, in Horner's form over the strides.
@@ -150,29 +152,33 @@ class AccessPrinter:
         parts.append(_Term(_scaled(text, value, unit, wide), value * unit, wide))
         return " + ".join(_summed(parts))
 
-    def tile_offsets(self) -> list[str]:
-        """Terms of the offset that differ within the tile: 32 bits where they provably fit."""
+    def tile_offsets(self) -> tuple[list[str], list[str]]:
+        """Terms of the offset that differ within the tile, 32 bits where they provably fit; and those to be added last.
+
+        Of rows over several tile axes the innermost is added last, by itself: elements along it are mostly one thread's, and
+        then share the address that everything else makes, at constant distances.
+        """
         gather = next((a.first for a in self.axes if a.index.kind == "tile"), 0)
         terms: list[_Term] = []
+        rows: list[_Term] = []
         for axis, stride in zip(self.axes, self.tensor.stride_exprs(), strict=True):
             index = axis.index
             if index.kind == "tile" and index.start is not None:
                 v = self.op.operands[index.start]
                 lanes = self._expand(atom(self.text(index.start)), list(range(gather, gather + len(v.shape))))
-                last, wide = Expr.of(INT32_MAX), True
+                terms.append(_product(lanes, Expr.of(INT32_MAX), stride, wide=True))
             elif axis.rank:
-                lanes = self.lanes(axis)
+                steps = self._steps(axis)
+                if len(steps) > 1 and stride.constant != 1:
+                    for a, step in steps:
+                        part = _product(self._arange(a), Expr.of(pow2(self.shape[a]) - 1), stride * step)
+                        (rows if (a, step) == steps[-1] else terms).append(part)
+                    continue
                 size = 1
                 for extent in index.shape:
                     size *= pow2(extent)
-                last, wide = Expr.of(size - 1), exceeds(stride * (size - 1))
-            else:
-                continue
-            text = f"{grouped(lanes)}.to(tl.int64)" if wide else lanes
-            if stride.constant != 1:
-                text = f"{grouped(text)} * {_factor(stride, wide=exceeds(stride))}"
-            terms.append(_Term(text, last * stride, wide))
-        return _summed(terms)
+                terms.append(_product(self.lanes(axis), Expr.of(size - 1), stride))
+        return _summed(terms), [t.text for t in rows]
 
     def masks(self, tensor_bounds_checked: bool = False) -> list[str]:
         """Conditions that every touched element must satisfy. Padding lanes and rows past `end` are left out.
@@ -209,7 +215,7 @@ class AccessPrinter:
 
     def pointer(self) -> str:
         base = self.tensor.name
-        scalar, tiles = self.scalar_offset(), self.tile_offsets()
+        scalar, (tiles, rows) = self.scalar_offset(), self.tile_offsets()
         if tiles and not any(axis.index.kind == "tile" for axis in self.axes):
             tiles = [self.share(" + ".join(tiles), f"{self.tensor.name}_offsets")]
         if scalar is not None:
@@ -217,7 +223,7 @@ class AccessPrinter:
         if tiles:
             joined = " + ".join(tiles)
             base = f"{base} + ({joined})" if len(tiles) > 1 else f"{base} + {grouped(joined)}"
-        return base
+        return " + ".join([base, *(self.share(text, f"{self.tensor.name}_rows") for text in rows)])
 
     def descriptor_block(self) -> tuple[tuple[int, ...], list[str]]:
         """Block shape and the coordinates of the block's corner, for an op that descriptor_reason() allows."""
@@ -271,6 +277,15 @@ class _Term:
     text: str
     value: Expr
     wide: bool
+
+
+def _product(lanes: str, last: Expr, stride: Expr, wide: bool = False) -> _Term:
+    """Element numbers up to `last` times a stride, in 64 bits where that may not fit 32, or where `wide` asks for it."""
+    wide = wide or exceeds(stride * last)
+    text = f"{grouped(lanes)}.to(tl.int64)" if wide else lanes
+    if stride.constant != 1:
+        text = f"{grouped(text)} * {_factor(stride, wide=exceeds(stride))}"
+    return _Term(text, last * stride, wide)
 
 
 def _summed(terms: list[_Term]) -> list[str]:
