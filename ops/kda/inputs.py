@@ -368,7 +368,12 @@ def families() -> list[Case]:
 
 def _small() -> list[Case]:
     bench = Case("bench")
-    cases = [_vary(case, T=129) for case in families()]
+    # the wide ones first: whoever takes one case of a family takes one that blocks of any width divide
+    cases = [
+        _vary(case, T=65, H=1, K=128) for group in ("mild", "checkpoint", "extreme") for case in FAMILIES[group][::3]
+    ]
+    cases += [_vary(FAMILIES["ragged"][0], H=1, K=128)]
+    cases += [_vary(case, T=129) for case in families()]
     cases += [_vary(bench, T=T, H=1 if T > 200 else 3) for T in TOKENS if T != 129]
     cases += [_vary(case, H=2, state="fp32") for case in FAMILIES["ragged"]]
     cases += [_vary(Case("ragged-empty", cu_seqlens=CU_SEQLENS["empty"]), gate="cut-50", state_v_first=True)]
@@ -404,7 +409,7 @@ def correctness_cases(size: Literal["small", "whole"] = "small") -> list[Case]:
     """The cases on which the operator must be right.
 
     Args:
-        size: ``small``, some 70 cases that the CPU runs in a test suite; ``whole``, some 400 for a GPU, with every
+        size: ``small``, some 90 cases that the CPU runs in a test suite; ``whole``, some 400 for a GPU, with every
             family at four lengths and K = 128, and once in float32 and once at K = 64.
 
     Raises:

@@ -26,6 +26,7 @@ from k3dsl.language import (
     dot,
     exp,
     exp2,
+    f16,
     f32,
     i32,
     kernel,
@@ -219,7 +220,22 @@ def channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias):
         bias = dt_bias.load(head, cols, contiguity=c.vec) * slope
         y = g.load(batch, tall, head, contiguity=c.vec).to(f32) * slope + bias
         return (c.lower_bound * LOG2E) * reciprocal(1.0 + exp2(y), approx=c.approx)
+    if c.gate == "softplus" and c.approx:
+        bias = dt_bias.load(head, cols, contiguity=c.vec) * LOG2E if dt_bias is not None else 0.0
+        z = g.load(batch, tall, head, contiguity=c.vec).to(f32) * LOG2E + bias
+        return log2_softplus(z) * -gate_rate(A_log, head)
     return log2_gate(c, g.load(batch, tall, head, contiguity=c.vec), head, cols, A_log, dt_bias)
+
+
+def log2_softplus(z: Tile) -> Tile:
+    """log2(1 + 2^z) with a relative error of at most 1e-6, however small it is.
+
+    With y = 2^-|z| and s = y / (2 + y), which is at most 1/3, log(1 + y) = 2 artanh(s) = 2 s (1 + s^2/3 + s^4/5 + ...)."""
+    y = exp2(-abs(z))
+    s = y * reciprocal(2.0 + y, approx=True)
+    t = s * s
+    series = 1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11)))))
+    return maximum(z, 0.0) + s * series * (2.0 * LOG2E)
 
 
 def k_flat(c, d, t, dtype):
@@ -234,57 +250,111 @@ def tall_record(c):
 
 def level_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows):
     """Any gate: the causal triangle by levels. At block size n, rows of an upper half meet columns of the lower half beside
-    it; their decay is the sum from the column to the border plus the sum from the border to the row. Both sums are built
-    by doubling, so every exponent is at most 0 and none is a difference."""
+    it; their decay is the product of the decays from the column to the border and from the border to the row. Both products
+    grow by doubling from factors that are at most 1, and nothing is divided: no gate, however fast, can overflow."""
     w, kg, qg, x, aqk, decay = out
+    blocks = c.C // ROWS
     key_head = head // (d.H // d.HK)
-    cols = span(0, d.K).reshape(1, d.K)
+    tall = rows.reshape(blocks, ROWS)
+    cols = span(0, d.K).reshape(1, 1, d.K)
 
     b = write_strength(c, beta[batch, rows, head])
-    kf, qf = k[batch, rows, key_head].to(f32), q[batch, rows, key_head].to(f32)
-    kn, qn = norm_scale(c, kf, 1, 1.0), norm_scale(c, qf, 1, c.scale)
-    kf = kf * (kn[:, None] if isinstance(kn, Tile) else kn)
-    qf = qf * (qn[:, None] if isinstance(qn, Tile) else qn)
-    gate = log2_gate(c, g[batch, rows, head], head, cols, A_log, dt_bias)
-    valid = valid_rows(c, rows, (c.C,))
+    # a second, wide read of k and q for the sums over a row: cheaper than sums in the layout of the rest
+    k_wide, q_wide = k[batch, rows, key_head].to(f32), q[batch, rows, key_head].to(f32)
+    kn, qn = norm_scale(c, k_wide, 1, 1.0), norm_scale(c, q_wide, 1, c.scale)
+    diagonal = (q_wide * k_wide).sum(1) * (kn * qn)
+    k_norm, q_norm = (n.reshape(blocks, ROWS)[:, :, None] if isinstance(n, Tile) else n for n in (kn, qn))
+
+    gate = channel_gate(c, g, batch, tall, head, cols, A_log, dt_bias)
+    k_unit = k.load(batch, tall, key_head, contiguity=c.vec).to(f32) * k_norm
+    q_unit = q.load(batch, tall, key_head, contiguity=c.vec).to(f32) * q_norm
+    valid = valid_rows(c, rows, (blocks, ROWS, 1))
     if valid is not None:
-        gate = where(valid[:, None], gate, 0.0)
-        b = where(valid, b, 0.0)
+        gate = where(valid, gate, 0.0)
+        b = where(valid_rows(c, rows, (c.C,)), b, 0.0)
+    if c.gram_dtype == f16:
+        # half the registers; products with decays, which are rounded to fp16 too, then lose 2^-11 at most
+        k_unit, q_unit = k_unit.to(f16), q_unit.to(f16)
+
+    since = exp2(gate, bound=0.0)  # from the start of the row's block through the row; log decays are at most 0
+    until: Any = None  # from after the row to the end of its block
+    gram = None
+    n = 1
+    while n < ROWS:
+        halves = (blocks, ROWS // (2 * n), 2, n, d.K)
+        upper = arange(2).reshape(1, 1, 2, 1, 1) == 1
+        before, after = since.reshape(*halves), 1.0 if until is None else until.reshape(*halves)
+        by = where(upper, before, after).reshape(blocks, ROWS, d.K)
+        gram = with_level(c, gram, n, decayed(c, k_unit, by), decayed(c, q_unit, by))
+        ends = since.reshape(blocks, ROWS // (2 * n), 2 * n, d.K)
+        low, high = (ends.select(2, last)[:, :, None, None] for last in (n - 1, 2 * n - 1))
+        since = (before * where(upper, low, 1.0)).reshape(blocks, ROWS, d.K)
+        until = (where(upper, 1.0, high) * after).broadcast(*halves).reshape(blocks, ROWS, d.K)
+        n *= 2
+    total = since.select(1, ROWS - 1)
+    m = 1
+    while m < blocks:
+        upper = (arange(blocks) // m % 2).reshape(blocks, 1, 1) == 1
+        by = where(upper, since, until)
+        gram = with_level(c, gram, m * ROWS, decayed(c, k_unit, by), decayed(c, q_unit, by))
+        pairs = total.reshape(blocks // (2 * m), 2, d.K)
+        low, high = pairs.select(1, 0), pairs.select(1, 1)
+        spread = (blocks // (2 * m), 2 * m, d.K)
+        low_rows, high_rows = (t[:, None].broadcast(*spread).reshape(blocks, 1, d.K) for t in (low, high))
+        since = since * where(upper, low_rows, 1.0)
+        until = until * where(upper, 1.0, high_rows)
+        total = low * high
+        m *= 2
+
+    k_start = k_flat(c, d, k_unit * since.to(k_unit.dtype), w.dtype)
+    qg.store(batch, chunk, head, tall_record(c), value=(q_unit * since.to(q_unit.dtype)).to(qg.dtype), contiguity=c.vec)
+    kg.store(batch, chunk, head, tall_record(c), value=(k_unit * until.to(k_unit.dtype)).to(kg.dtype), contiguity=c.vec)
+    decay.store(batch, chunk, head, cols, value=total.reshape(1, 1, d.K), contiguity=c.vec)
 
     i, j = arange(c.C)[:, None], arange(c.C)[None, :]
-    A = zeros((c.C, c.C), f32)
-    Q = where(i == j, (qf * kf).sum(1)[:, None], 0.0)
-    since = gate  # sum from the start of the row's block through the row
-    until = zeros((c.C, d.K), f32)  # sum after the row to the end of its block
-    total = gate  # sum over each block, [C / n, K]
-    n = 1
-    while n < c.C:
-        upper = (arange(c.C) // n) % 2 == 1
-        x_n = exp2(where(upper[:, None], since, until), bound=0.0)  # log decays are at most 0
-        k_n, q_n = (kf * x_n).to(c.gram_dtype), (qf * x_n).to(c.gram_dtype)
-        pair = (i // n == j // n + 1) & (i // (2 * n) == j // (2 * n))
-        A = A + where(pair, dot(k_n, k_n.T, precision=c.gram_precision), 0.0)
-        Q = Q + where(pair, dot(q_n, k_n.T, precision=c.gram_precision), 0.0)
-        halves = total.reshape(c.C // (2 * n), 2, d.K)
-        low, high = halves.select(1, 0), halves.select(1, 1)
-        half = arange(2).reshape(1, 2, 1, 1)
-        shape = (c.C // (2 * n), 2, n, d.K)
-        lift = low.reshape(c.C // (2 * n), 1, 1, d.K)
-        drop = high.reshape(c.C // (2 * n), 1, 1, d.K)
-        since = (since.reshape(*shape) + where(half == 1, lift, 0.0)).reshape(c.C, d.K)
-        until = (until.reshape(*shape) + where(half == 0, drop, 0.0)).reshape(c.C, d.K)
-        total = low + high
-        n *= 2
-
-    start = exp2(since, bound=0.0)
-    k_start = (kf * start).to(w.dtype)
-    qg[batch, chunk, head] = (qf * start).to(qg.dtype)
-    kg[batch, chunk, head] = (kf * exp2(until, bound=0.0)).to(kg.dtype)
-    decay[batch, chunk, head] = exp2(total.reshape(d.K), bound=0.0)
-    aqk[batch, chunk, head] = Q.to(aqk.dtype)
+    A, Q = both_triangles(c, gram)
+    aqk[batch, chunk, head] = where(i == j, diagonal[:, None], Q).to(aqk.dtype)
     inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
     xb = store_inverse(c, x, inverse * b[None, :], w.dtype, batch, chunk, head)
     w[batch, chunk, head] = dot(xb, k_start, precision=c.factor_precision).to(w.dtype)
+
+
+def decayed(c, t, by):
+    """Rows [blocks, 16, K] times their decays, as the [C, K] operand of a level's product."""
+    return (t * by.to(t.dtype)).reshape(c.C, t.shape[2]).to(c.gram_dtype)
+
+
+def with_level(c, gram, n, k_rows, q_rows):
+    """gram with the products of the rows and columns that meet at block size n.
+
+    gram is what both_triangles takes apart: from 64 rows on one matrix, 8 rows of k's, the same 8 of q's and so on, because
+    one wgmma then serves both and every thread has both results of its rows (in fp32 too, where it saves registers); else
+    one matrix each."""
+    row = arange(c.C)
+    rows: tuple[Tile, ...] = (k_rows, q_rows)
+    if 2 * c.C >= 64 or c.gram_dtype == f32:
+        part, eights = arange(2).reshape(1, 2, 1, 1), (c.C // 8, 1, 8, k_rows.shape[1])
+        rows = (where(part == 0, k_rows.reshape(*eights), q_rows.reshape(*eights)).reshape(2 * c.C, k_rows.shape[1]),)
+        row = arange(2 * c.C)
+        row = row // 16 * 8 + row % 8
+    i, j = row[:, None], arange(c.C)[None, :]
+    pair = (i // n == j // n + 1) & (i // (2 * n) == j // (2 * n))
+
+    def added(left, so_far):
+        # so_far is still 0 where this level's pairs are. As the accumulator it has to be done before the product begins,
+        # which keeps the products of all levels from waiting in registers
+        product = dot(left, k_rows.T, acc=so_far, precision=c.gram_precision)
+        return where(pair, product, 0.0 if so_far is None else so_far)
+
+    return tuple(added(left, so_far) for left, so_far in zip(rows, gram or (None, None), strict=False))
+
+
+def both_triangles(c, gram):
+    """The products of k's rows and those of q's, [C, C] each."""
+    if len(gram) == 2:
+        return gram
+    eights = gram[0].reshape(c.C // 8, 2, 8, c.C)
+    return tuple(eights.select(1, part).reshape(c.C, c.C) for part in range(2))
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))

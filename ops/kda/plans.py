@@ -29,6 +29,8 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
     full = io == f32
     factors: DType = f32 if full else knobs["factors"]
     gram = "levels" if full or not anchored(options, knobs["chunk"]) else "anchor"
+    # what the levels multiply is then at most 1, while factors around an anchor need the range of bf16
+    unit = gram == "levels" and factors == f16 and options["l2norm"]
     products = knobs["precision"] if full else {bf16: "bf16", f16: "fp16"}[factors]
     return {
         "C": knobs["chunk"],
@@ -36,8 +38,8 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "gate": options["gate"],
         "lower_bound": options["lower_bound"],
         "gram": gram,
-        "gram_dtype": f32 if full else bf16,
-        "gram_precision": knobs["precision"] if full else "bf16",
+        "gram_dtype": f32 if full else f16 if unit else bf16,
+        "gram_precision": knobs["precision"] if full else None,
         "factor_precision": products,
         "scan_precision": products,
         "inverse": knobs["inverse"],
@@ -57,6 +59,7 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "wide": False,
         "segments": knobs["segments"],
         "BM": min(knobs["block_v"], dims["K"]),
+        "maps": knobs["maps"],
         "map_precision": knobs["map_precision"],
         "scaled": factors == f16,
         "fold_precision": "ieee" if full else "tf32x3",
@@ -189,18 +192,17 @@ def widened(c: Settings) -> dict[str, Any]:
 def segmented(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
     """The maps of all segments, the fold over them, and the scan over each."""
     maps = widened(c) if c["map_precision"] == "tf32" else c
-    transitions = kernel_of(segments.transitions, d, maps, types)
     fold = kernel_of(segments.fold, d, c, types)
+    if c["maps"] == "one":
+        both = guarded("maps", segments.maps, "ends_again", segments.ends_again, d, maps, types, backend, schedules)
+    else:
+        both = guarded("ends", segments.ends, "ends_again", segments.ends_again, d, maps, types, backend, schedules)
+        transitions = kernel_of(segments.transitions, d, maps, types)
+        rows = {**maps, "BV": maps["BM"]}
+        own, own_tilelang = scan_schedule(rows), scan_schedule_tilelang(rows)
+        both.append(launch_of("transitions", transitions, backend, schedules, own, own_tilelang))
     return [
-        *guarded("ends", segments.ends, "ends_again", segments.ends_again, d, maps, types, backend, schedules),
-        launch_of(
-            "transitions",
-            transitions,
-            backend,
-            schedules,
-            scan_schedule({**maps, "BV": maps["BM"]}),
-            scan_schedule_tilelang({**maps, "BV": maps["BM"]}),
-        ),
+        *both,
         launch_of("fold", fold, backend, schedules, {"num_warps": 8, "stages": {"segments": 2}}),
         *guarded("scan", segments.segment_scan, "rescan", segments.segment_rescan, d, c, types, backend, schedules),
     ]
@@ -231,12 +233,13 @@ def fused_schedule_tilelang(c: Settings) -> dict[str, Any]:
 
 def prep_schedule(c: Settings) -> dict[str, Any]:
     """Warps, and a register cap where it pays."""
-    if c["gram"] == "levels":
-        return {"num_warps": 4 if c["C"] <= 32 else 8}
-    fields: dict[str, Any] = {"num_warps": 2 if c["C"] == 16 else 4}
-    if c["C"] == 32 and triton_release() < (3, 7):
-        # four programs a multiprocessor instead of three; newer Triton's code spills under this cap
-        fields["maxnreg"] = 128
+    levels, full = c["gram"] == "levels", c["gram_dtype"] == f32
+    # levels: with 16-bit operands as many warps as leave all 16 rows of a block to one thread
+    warps = {16: 4 if full else 2, 32: 4}.get(c["C"], 8) if levels else 2 if c["C"] == 16 else 4
+    fields: dict[str, Any] = {"num_warps": warps}
+    if c["C"] == 32 and not full and triton_release() < (3, 7):
+        # a multiprocessor holds three programs instead of two, or four; newer Triton's code spills more under these caps
+        fields["maxnreg"] = 168 if levels else 128
     return fields
 
 

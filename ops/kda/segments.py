@@ -2,10 +2,10 @@
 
 A chunk is an affine map of the state, S^T <- S^T (diag(decay) - w^T kg) + (X v)^T kg (Kimi Linear report, arXiv 2510.26692,
 the chunkwise form), and so is a segment, a fixed number of chunks: S^T <- S^T M + E. `ends` gives E, a segment's end from
-the zero state, `transitions` gives M, `fold` the state that comes into each segment, and `segment_scan` runs the ordinary
-scan from there. All states are kept as S^T [V, K] in fp32, so that M [K, K] multiplies from the right and its rows are
-carried over the chunks like those of a state. The first segment starts from the initial state itself, so its end needs no
-M; the last segment's map is needed by nobody.
+the zero state, `transitions` gives M (`maps` both in one launch), `fold` the state that comes into each segment, and
+`segment_scan` runs the ordinary scan from there. All states are kept as S^T [V, K] in fp32, so that M [K, K] multiplies
+from the right and its rows are carried over the chunks like those of a state. The first segment starts from the initial
+state itself, so its end needs no M; the last segment's map is needed by nobody.
 """
 
 from __future__ import annotations
@@ -105,7 +105,12 @@ def ends(
     """A segment's end state from zero, E, or from the initial state for a sequence's first segment."""
     block, head, index = program_id(0), program_id(1), program_id(2)
     place = segment(d, c, index, cu_seqlens, chunk_offsets, segment_table)
-    s0, state, largest = end_of(d, c, (v, w, kg, x, decay), initial_state, place, block, head)
+    write_end(d, c, (v, w, kg, x, decay), initial_state, segment_ends, end_out_of_range, place, block, head, index)
+
+
+def write_end(d, c, tensors, initial_state, segment_ends, end_out_of_range, place, block, head, index):
+    """BV rows of E and their flag."""
+    s0, state, largest = end_of(d, c, tensors, initial_state, place, block, head)
 
     @when(has_map(place))
     def _():
@@ -157,12 +162,43 @@ def transitions(
     segment_table=In("segments 2", i32, optional=True),
     transition=Out("segments H K K", f32),
 ):  # fmt: skip
-    """M of the segments between a sequence's first and last: BM rows of the identity, carried over the chunks.
+    """M of the segments between a sequence's first and last."""
+    block, head, index = program_id(0), program_id(1), program_id(2)
+    place = segment(d, c, index, cu_seqlens, chunk_offsets, segment_table)
+    write_transition(d, c, (w, kg, decay), transition, place, block, head, index)
+
+
+@kernel(grid=lambda d, c: (d.V // c.BV + d.K // c.BM, d.H, d.segments))
+def maps(
+    d, c,
+    v=In("B T H V"), w=In("B chunks H C K"), kg=In("B chunks H C K"), x=In("B chunks H C XC"), decay=In("B chunks H K", f32),
+    initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
+    chunk_offsets=In("N+1", i32, optional=True), segment_table=In("segments 2", i32, optional=True),
+    segment_ends=Out("segments H V K", f32), transition=Out("segments H K K", f32),
+    end_out_of_range=Out("segments H V//BV", i32, optional=True),
+):  # fmt: skip
+    """`ends` and `transitions` in one launch: programs of a segment and head run side by side, so that w and kg, which all of
+    them read, come from memory once."""
+    part, head, index = program_id(0), program_id(1), program_id(2)
+    place = segment(d, c, index, cu_seqlens, chunk_offsets, segment_table)
+    blocks = d.V // c.BV
+
+    @when(part < blocks)
+    def _():
+        block = minimum(part, blocks - 1)
+        write_end(d, c, (v, w, kg, x, decay), initial_state, segment_ends, end_out_of_range, place, block, head, index)
+
+    @when(part >= blocks)
+    def _():
+        write_transition(d, c, (w, kg, decay), transition, place, maximum(part - blocks, 0), head, index)
+
+
+def write_transition(d, c, tensors, transition, place, block, head, index):
+    """BM rows of M: rows of the identity, carried over the chunks.
 
     With fp16 factors a row is kept at size 1 and its scale apart, so that however far it has decayed it keeps fp16's
     precision: the state that it multiplies may be large."""
-    block, head, index = program_id(0), program_id(1), program_id(2)
-    place = segment(d, c, index, cu_seqlens, chunk_offsets, segment_table)
+    w, kg, decay = tensors
     wanted = (place.number > 0) & has_map(place)
     operand = f32 if c.wide else w.dtype
     first = block * c.BM

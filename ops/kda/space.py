@@ -102,6 +102,8 @@ def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
     while dims["V"] % knobs["block_v"]:
         knobs["block_v"] //= 2
     knobs["segments"] = segment_count(dims, knobs)
+    if knobs["segments"] > 1:
+        knobs["maps"] = "one"
     return knobs
 
 
@@ -138,6 +140,12 @@ FORWARD = Op(
         Knob("vector", (2, 4, 8), 2, "neighbouring channels a thread of prep holds"),
         Knob("form", ("two", "one"), "two", "prep and scan as two kernels, or as one without factors in memory"),
         Knob("segments", SEGMENTS, 1, "parts of a sequence whose states are carried at the same time"),
+        Knob(
+            "maps",
+            ("two", "one"),
+            "two",
+            "ends and transitions of segments as two kernels or one; nothing without segments",
+        ),
         Knob("map_precision", ("factors", "tf32"), "factors", "products of the segments' maps"),
     ),
     options=(
@@ -149,7 +157,7 @@ FORWARD = Op(
         Option("cu_dtype", (None, i32, i64), i32, "of cu_seqlens"),
     ),
     plan=plans.forward,
-    launches=("prep", "ends", "ends_again", "transitions", "fold", "scan", "rescan", "fused", "fused_again"),
+    launches=("prep", "maps", "ends", "ends_again", "transitions", "fold", "scan", "rescan", "fused", "fused_again"),
     inputs=judge.forward_inputs,
     cases=judge.forward_cases,
     call=judge.forward_call,
@@ -163,7 +171,27 @@ FORWARD = Op(
     prepare_dims=forward_dims,
     cpu_dims={"T": 1024, "H": 4},
     seeds=(
+        {"chunk": 32, "block_v": 128, "scan.backend": "tilelang", "scan.threads": 256, "scan.stages.chunks": 3},
+        {
+            "chunk": 32,
+            "block_v": 64,
+            "scan.backend": "tilelang",
+            "scan.threads": 128,
+            "scan.stages.chunks": 4,
+            "scan.overlap": True,
+        },
+        {
+            "chunk": 64,
+            "block_v": 64,
+            "scan.backend": "tilelang",
+            "scan.threads": 128,
+            "scan.stages.chunks": 2,
+            "scan.overlap": True,
+        },
+        {"maps": "one"},
+        {"chunk": 16},
         {"segments": 4},
+        {"segments": 4, "maps": "one"},
         {"form": "one", "segments": 1, "chunk": 16, "block_v": 128},
         {"form": "one", "segments": 1, "chunk": 16},
     ),

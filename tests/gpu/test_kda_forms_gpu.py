@@ -1,7 +1,7 @@
 """KDA in segments and in one kernel on the GPU: every family, long sequences, CUDA graphs; and how the forms compare in time.
 
 `python tests/gpu/test_kda_forms_gpu.py` times the forms of `SHAPES` in one process and prints each as a ratio to the serial
-two-kernel form; `--backend tilelang` for the other backend."""
+two-kernel form; `--backend tilelang` for the other backend, `--each-kernel` for the time of every kernel alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import no_waiting
 
 from k3dsl.errors import K3Error
 from k3dsl.ops import kda
@@ -22,7 +21,7 @@ from k3dsl.ops.kda.space import FORWARD
 from k3dsl.runtime.dispatch import using_backend
 from k3dsl.runtime.metrics import assert_close_rms, relative_rms
 from k3dsl.runtime.op import forced
-from k3dsl.runtime.timing import measure
+from k3dsl.runtime.timing import bench, measure
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("triton", "tilelang")
@@ -44,7 +43,7 @@ def run(kwargs: dict[str, Any], backend: str, knobs: dict[str, Any]) -> tuple[to
 def test_every_form_meets_the_limits_and_repeats_bitwise(case: Case, backend: str, poisoned_memory: None) -> None:
     kwargs = make(case, "cuda")
     expected = recurrence(**kwargs)
-    for knobs in ({"segments": 5}, ONE):
+    for knobs in ({"segments": 5}, {"segments": 5, "maps": "one"}, ONE):
         o, state = run(kwargs, backend, knobs)
         assert_close_rms("o", o, expected[0], case.limit_o)
         assert_close_rms("final state", state, expected[1], case.limit_state)
@@ -79,6 +78,8 @@ def test_an_output_never_depends_on_later_tokens_to_the_last_bit(knobs: dict[str
 
 @pytest.mark.parametrize("knobs", [{"segments": 4}, ONE], ids=["segments", "one"])
 def test_packed_sequences_replay_in_a_cuda_graph_with_other_lengths_and_no_wait(knobs: dict[str, Any]) -> None:
+    from cuda_calls import no_waiting  # of tests/, which is no place for imports when this file runs as a script
+
     kwargs = make(Case("graph", cu_seqlens=(0, 0, 300, 301, 2000), K=128, H=4, state="fp32"), "cuda")
     run(kwargs, "triton", knobs)
     with no_waiting():
@@ -102,6 +103,11 @@ SHAPES: tuple[tuple[dict[str, int], tuple[dict[str, Any], ...]], ...] = (
         for T in (8192, 32768, 131072)
         for H in (4, 12, 24)
     ),
+    *(({"T": T, "H": 32}, tuple({"segments": n} for n in (2, 3, 4, 6, 8))) for T in (8192, 65536)),
+    *(
+        ({"T": T, "H": H}, tuple({"segments": n, "maps": "one"} for n in counts))
+        for T, H, counts in ((65536, 32, (3, 4, 5, 6, 8)), (32768, 12, (8, 11, 16)))
+    ),
     ({"T": 32768, "H": 12}, ({"segments": 8, "map_precision": "tf32"}, {"segments": 8, "block_v": 32})),
     *(
         ({"B": B, "T": T, "H": H}, (ONE, {**ONE, "block_v": 64}, {**ONE, "chunk": 32, "vector": 8}))
@@ -114,8 +120,17 @@ def median_ms(call: Callable[[], Any]) -> float:
     return measure(call, "cuda").median_ms
 
 
-def report(backend: str) -> None:
-    """Prints, for each shape, the serial form's time and each other form's as a ratio to it, timed in turn."""
+def kernels_ms(dims: dict[str, int], backend: str, knobs: dict[str, Any]) -> str:
+    """Each kernel's own time. The scan falls with more segments, the fold grows, and ends and transitions move the same bytes
+    in every cut: their sum decides how many segments pay."""
+    with using_backend(backend):
+        result = bench(FORWARD, dims=dims, knobs={**SERIAL, **knobs}, device="cuda", with_peers=False, rep_ms=50)
+    return " ".join(f"{t.label} {t.timing.median_ms:.3f}" for t in result.launches)
+
+
+def report(backend: str, each_kernel: bool) -> None:
+    """Prints, for each shape, the serial form's time and each other form's as a ratio to it, timed in turn; with
+    `each_kernel` also the time of every kernel alone."""
     for dims, forms in SHAPES:
         case = Case("speed", B=dims.get("B", 1), T=dims["T"], H=dims["H"], K=128)
         kwargs = make(case, "cuda")
@@ -123,6 +138,8 @@ def report(backend: str) -> None:
         shape = " ".join(f"{name}={size}" for name, size in dims.items())
         chosen = FORWARD.point(dims, {}).knobs
         print(f"{shape}: serial {serial:.3f} ms; the op's rule: segments={chosen['segments']} form={chosen['form']}")
+        if each_kernel:
+            print(f"  serial: {kernels_ms(dims, backend, {})}")
         for knobs in forms:
             words = " ".join(f"{name}={value}" for name, value in knobs.items())
             try:
@@ -132,9 +149,13 @@ def report(backend: str) -> None:
                 print(f"  {words}: {error}")
                 continue
             print(f"  {words}: {taken:.3f} ms, {taken / before:.2f} of the serial form")
+            if each_kernel:
+                print(f"    {kernels_ms(dims, backend, knobs)}")
 
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--backend", choices=BACKENDS, default="triton")
-    report(arguments.parse_args().backend)
+    arguments.add_argument("--each-kernel", action="store_true", help="also time every kernel alone")
+    given = arguments.parse_args()
+    report(given.backend, given.each_kernel)

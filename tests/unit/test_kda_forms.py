@@ -58,6 +58,18 @@ def test_segments_are_as_accurate_as_the_serial_scan(name: str, poisoned_memory:
     check_against_serial(NAMED[name], make(NAMED[name]), 5)
 
 
+@pytest.mark.parametrize("name", ["slow-positive", "large-values"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_maps_in_one_launch_give_the_bits_of_two(name: str, ragged: bool, poisoned_memory: None) -> None:
+    case = replace(NAMED[name], cu_seqlens=RAGGED) if ragged else NAMED[name]
+    kwargs = make(case)
+    apart, together = run(kwargs, segments=5), run(kwargs, segments=5, maps="one")
+    assert torch.equal(together[0], apart[0])
+    assert together[1] is not None
+    assert apart[1] is not None
+    assert torch.equal(together[1], apart[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMED)
@@ -281,7 +293,7 @@ WHOLE = {"form": "one", "chunk": 16, "block_v": 128}
 UNBOUNDED = {"gate": "softplus", "lower_bound": None}
 
 
-FEW = {"scan": 32, "ends": 32, "ends_again": 64, "rescan": 64}
+FEW = {"scan": 32, "ends": 32, "maps": 32, "ends_again": 64, "rescan": 64}
 """Spilled bytes a thread at most: what 64-bit row and chunk numbers cost beside a full register file."""
 
 
@@ -289,37 +301,42 @@ def check_code(found: dict[str, Any], spills: dict[str, int]) -> None:
     """No more spilled bytes than allowed to each launch, 0 where none are named; and the scans use wgmma."""
     for label, code in found.items():
         assert (code.spill_bytes or 0) <= spills.get(label, 0), label
-        if label in ("ends", "transitions", "scan", "fused"):
+        if label in ("ends", "transitions", "maps", "scan", "fused"):
             assert code.instructions.get("wgmma", 0) > 0
 
 
 def test_the_new_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    segmented = inspected("triton", LONG, {}, ("prep", "ends", "ends_again", "scan", "rescan"))
-    assert list(segmented) == ["transitions", "fold"]
-    check_code(segmented, {})
+    apart = inspected("triton", LONG, {"maps": "two"}, ("prep", "ends", "ends_again", "fold", "scan", "rescan"))
+    together = inspected("triton", LONG, {}, ("prep", "ends_again", "scan", "rescan"))
+    assert (list(apart), list(together)) == (["transitions"], ["maps", "fold"])
+    check_code({**apart, **together}, FEW)
     check_code(inspected("triton", {"H": 96}, WHOLE, ("fused_again",)), {})
 
 
 @pytest.mark.slow
 def test_every_new_kernel_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
-    segmented = inspected("triton", LONG, {})
-    assert list(segmented) == ["ends", "ends_again", "transitions", "fold", "scan", "rescan"]
-    check_code(segmented, FEW)
+    apart, together = inspected("triton", LONG, {"maps": "two"}), inspected("triton", LONG, {})
+    assert list(apart) == ["ends", "ends_again", "transitions", "fold", "scan", "rescan"]
+    assert list(together) == ["maps", "ends_again", "fold", "scan", "rescan"]
+    check_code({**apart, **together}, FEW)
     check_code(inspected("triton", {"H": 96}, WHOLE), {"fused_again": 128})
     check_code(inspected("triton", {"H": 96}, {**WHOLE, "varlen": True}), {"fused_again": 128})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"varlen": True}, UNBOUNDED, {"factors": bf16}])
+@pytest.mark.parametrize("settings", [{"varlen": True}, UNBOUNDED, {"factors": bf16}, {"maps": "one"}])
 def test_variants_of_the_segments_compile_for_hopper(settings: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     check_code(inspected("triton", LONG, {"segments": 8, "initial_state": f32, **settings}), FEW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"segments": 8}, WHOLE, {**WHOLE, **UNBOUNDED}, {**WHOLE, "varlen": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"segments": 8}, {"segments": 8, "maps": "one"}, WHOLE, {**WHOLE, **UNBOUNDED}, {**WHOLE, "varlen": True}],
+)
 def test_the_new_kernels_compile_through_tilelang(settings: dict[str, Any]) -> None:
     pytest.importorskip("tilelang")
     from k3dsl.backends.tilelang import nvcc

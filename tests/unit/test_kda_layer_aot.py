@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +21,14 @@ def built(op: str, dims: Mapping[str, int], settings: Mapping[str, Any], backend
     return [build(launch, get_target("sm_90a")) for launch in plan.launches]
 
 
-def test_the_convolution_moves_16_bytes_a_thread() -> None:
-    """Three older rows and eight of the step are read, eight are written; the weight is read wide, once a program."""
+def test_the_convolution_moves_8_bytes_a_thread() -> None:
+    """Three older rows and eight of the step are read, eight are written; the weight is read wide, once a program. Twice the
+    threads at half the width took 112 us on an H200 where 16 bytes a thread took 119 (T8192 P12288)."""
     convolve, _ = built("causal_conv1d", {}, {})
     assert convolve.assembly is not None
-    assert set(re.findall(r"ld\.global\S*", convolve.assembly)) == {"ld.global.v4.b32"}
-    assert set(re.findall(r"st\.global\S*", convolve.assembly)) == {"st.global.v4.b32"}
-    assert len(re.findall(r"ld\.global", convolve.assembly)) == 3 + 8 + 8
-    assert convolve.inspection.registers <= 128  # four programs of 128 threads a multiprocessor
+    moved = Counter(re.findall(r"(?:ld|st)\.global\S*", convolve.assembly))
+    assert moved == {"ld.global.v2.b32": 3 + 8, "ld.global.v4.b32": 4, "st.global.v2.b32": 8}
+    assert convolve.inspection.registers <= 64  # four programs of 256 threads a multiprocessor
 
 
 @pytest.mark.slow

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from k3dsl import compile
 from k3dsl.errors import ArgumentError, EvaluationError
-from k3dsl.language import Sym, bf16, f16, f32
+from k3dsl.language import In, Out, Sym, bf16, f16, f32, kernel
 from k3dsl.ops import kda, kda_decode
-from k3dsl.ops.kda import plans
+from k3dsl.ops.kda import kernels, plans
 from k3dsl.ops.kda.api import chunk_table
 from k3dsl.ops.kda.inputs import Case, correctness_cases, make, make_decode
 from k3dsl.ops.kda.reference import recurrence
 from k3dsl.ops.kda.space import DECODE, FORWARD
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.metrics import assert_close_rms, relative_rms
+from k3dsl.runtime.op import forced
 
 SMALL = correctness_cases("small")
 
@@ -32,6 +34,37 @@ def test_forward_meets_its_limits_and_repeats_bitwise(case: Case, poisoned_memor
     assert_close_rms("final state", state, expected_state, case.limit_state)
     assert torch.equal(o, again)
     assert torch.equal(state, state_again)
+
+
+def test_the_gate_of_the_levels_keeps_its_relative_accuracy_however_small_it_is() -> None:
+    @kernel(grid=lambda d, c: (1,))
+    def gate(d, c, z=In("N", f32), y=Out("N", f32)):
+        y[:] = kernels.log2_softplus(z[:])
+
+    z = torch.linspace(-120, 120, 4096)
+    got = torch.empty_like(z)
+    compile(gate, dims={"N": 4096}, target="cpu")(z=z, y=got)
+    expected = torch.logaddexp2(torch.zeros(()).double(), z.double())
+    assert ((got - expected) / expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_a_gate_that_closes_between_slow_tokens_loses_nothing_after_it(chunk: int, poisoned_memory: None) -> None:
+    kwargs = make(Case("closing", gate="slow-softplus", T=150, H=2, K=64))
+    kwargs |= {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None}
+    kwargs["g"] = torch.full(kwargs["g"].shape, -1e-3, dtype=torch.float32)
+    kwargs["g"][
+        :, 3::11
+    ] = -1000.0  # tokens 4 to 13 of each period meet across differences of log decays of many thousands
+    kwargs["g"][:, :, 0, ::2] = -1e-3  # half of the first head's channels stay open
+    with forced(FORWARD, {"chunk": chunk}, {}):
+        o, state = kda(**kwargs)
+    expected, expected_state = recurrence(**kwargs)
+    assert state is not None
+    assert expected_state is not None
+    # rounding o to bf16 alone is 1.7e-3
+    assert_close_rms("o", o, expected, 2.2e-3)
+    assert_close_rms("final state", state, expected_state, 1e-3)
 
 
 @pytest.mark.parametrize("factors", [bf16, f16])

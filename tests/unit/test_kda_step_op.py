@@ -153,7 +153,7 @@ def test_a_commit_leaves_what_the_accepted_tokens_alone_would_have_left() -> Non
 
 
 def test_a_count_beyond_the_tokens_or_below_0_reads_nothing_outside(monkeypatch) -> None:
-    monkeypatch.setattr(api, "has_data", lambda _: False)  # as on a GPU, where it is not checked
+    monkeypatch.setattr(api, "check_numbers", lambda *_: None)  # as on a GPU, where it is not checked
     kept = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0))
     pool, window = torch.zeros(4, 3, 5), torch.zeros(4, 7)
     counts = torch.tensor([-3, 0, 9, 1], dtype=torch.int32)
