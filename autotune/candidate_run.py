@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from k3dsl.autotune.compile_pool import end_of, words
+from k3dsl.autotune.compile_pool import REFUSALS, end_of, words
+from k3dsl.autotune.drawn import Drawn
 from k3dsl.autotune.gate import LEVELS, GateCase, find_op, gate_cases
 from k3dsl.autotune.guards import FILLS, Guards, load, stir
 from k3dsl.autotune.trial import Candidate, End, Outcome, summary_ms
 from k3dsl.backends.base import Artifact
-from k3dsl.errors import ArgumentError, LegalityError, ResourceError
+from k3dsl.errors import ArgumentError
 from k3dsl.runtime import executable
 from k3dsl.runtime.dispatch import using_backend
 from k3dsl.runtime.judge import poisoned
@@ -75,10 +76,11 @@ def serve(connection: Connection, device: str) -> None:
         connection.send(("failed", words(error)))
         return
     connection.send(("ready", None))
-    references = References()
+    references, drawn = References(), Drawn()
     while True:
         candidate, request = connection.recv()
-        outcome = run(candidate, request, where, references, lambda text, kind: connection.send(("step", (text, kind))))
+        tell = lambda text, kind: connection.send(("step", (text, kind)))  # noqa: E731
+        outcome = run(candidate, request, where, references, drawn, tell)
         broken = _broken(where)
         if broken is not None and outcome.end is not End.FAULTED:
             outcome = Outcome(End.FAULTED, f"the device is unusable after it: {broken}", seconds=outcome.seconds)
@@ -119,9 +121,11 @@ class References:
         return self._known[key]
 
 
-def run(candidate: Candidate, request: Request, device: torch.device, references: References, tell: Tell) -> Outcome:
+def run(
+    candidate: Candidate, request: Request, device: torch.device, references: References, drawn: Drawn, tell: Tell
+) -> Outcome:
     """Gate, then time. Never raises: what a candidate raises is how it ended."""
-    state = _Run(candidate, request, device, references, tell)
+    state = _Run(candidate, request, device, references, drawn, tell)
     start = time.perf_counter()
     try:
         state.judge_and_time()
@@ -149,6 +153,7 @@ class _Run:
     request: Request
     device: torch.device
     references: References
+    drawn: Drawn
     tell: Tell
     step: str = "starting"
     passed: str | None = None
@@ -183,7 +188,7 @@ class _Run:
                 try:
                     self._judge(gate_case)
                     self.judged += 1
-                except (LegalityError, ResourceError, ArgumentError):
+                except REFUSALS:
                     if gate_case.must:
                         raise
                     self.skipped.append(gate_case.case.name)
@@ -196,7 +201,10 @@ class _Run:
         assert op.reference is not None
         where = f"case {case.name}"
         self.next(f"{where}: drawing inputs", "prepare")
-        inputs = case.make(device, self.request.seed)
+        if gate_case.must:
+            inputs = self._own_inputs()
+        else:
+            inputs = case.make(device, self.request.seed)
         expected = None
         if gate_case.key is not None:
             self.next(f"{where}: computing its reference", "prepare")
@@ -270,13 +278,16 @@ class _Run:
         if not compared:
             raise _EndedError(End.WRONG, f"case {case.name}: no output that could be compared")
 
+    def _own_inputs(self) -> dict[str, Any]:
+        op, c = self.op, self.candidate
+        dims, options = op.resolve_dims(c.dims), op.resolve_options(c.options)
+        return self.drawn.get(op, dims, options, self.device, self.request.seed)
+
     def _time(self) -> None:
         op, device, request = self.op, self.device, self.request
         assert op.call is not None
-        assert op.inputs is not None
         self.next("timing: drawing inputs", "prepare")
-        dims = op.resolve_dims(self.candidate.dims)
-        drawn = op.inputs(dims, op.resolve_options(self.candidate.options), device, request.seed)
+        drawn = self._own_inputs()
         sets = [op.fresh(drawn)]
         for _ in range(
             _sets(drawn, device) - 1

@@ -72,12 +72,19 @@ class Finalist:
 
 
 def run_finals(
-    space: Space, trials: Sequence[tuple[Proposal, Outcome]], count: int, worker: Runs, step: Step, deadline_s: float
+    space: Space,
+    trials: Sequence[tuple[Proposal, Outcome]],
+    count: int,
+    worker: Runs,
+    step: Step,
+    deadline_s: float,
+    built: Callable[[Proposal], Outcome] | None = None,
 ) -> tuple[list[Finalist], list[tuple[Proposal, Outcome]]]:
     """The finalists, the winner first, and the candidates that the full gate turned away.
 
     trials: those that ended ok, with code that differs. However short the time, the best of them is judged, and the
-    default when that one fails.
+    default when that one fails. built: waits until what the full gate of a candidate launches is built, and says how that
+    ended.
     """
     kind = "cpu" if space.target is None else "gpu"
     passed: list[Finalist] = []
@@ -87,6 +94,8 @@ def run_finals(
             break
 
         def gate(proposal: Proposal = proposal) -> Outcome:
+            if built is not None and (outcome := built(proposal)).end is not End.OK:
+                return outcome
             return worker.run(space.candidate(proposal.settings), "full", FULL_REPEATS, deadline_s, None)
 
         must = not passed and (not failed or proposal.lane == "default")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3dsl.autotune.report import Study, by_backend, ends_of
 from k3dsl.autotune.trial import End
+from k3dsl.backends.common import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,10 +112,6 @@ def _save(path: Path, draw: Callable[..., None], arguments: tuple[Any, ...], hei
 
 def write_figure(path: Path, figure: Figure) -> None:
     """A figure as a PNG file, whole or not at all. Raises OSError."""
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            figure.savefig(file, format="png", dpi=130)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=130)
+    write_whole(path, drawn.getvalue())

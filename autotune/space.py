@@ -23,6 +23,8 @@ from k3dsl.targets import Target
 WARPS = (1, 2, 4, 8, 16)
 THREADS = (128, 256, 384)
 STAGES = (1, 2, 3, 4)
+REGISTERS = (None, 96, 112, 128, 168)
+"""Caps of a thread's registers, for a launch that the op itself caps: elsewhere what a cap saves is spilled."""
 ENUMERATED = 200
 """Legal points up to which a space is tried whole."""
 COUNTED = 300
@@ -155,7 +157,10 @@ class Space:
     def seeds(self) -> list[Settings]:
         """The op's own good guesses, without the default: its seeds and its rule on every other backend."""
         found = [
-            self.default() | {n: plain(v) for n, v in seed.items() if n not in self.fixed} for seed in self.op.seeds
+            self.default()
+            | {n: plain(v) for n, v in seed.items() if n not in self.fixed and not self._first_anyway(n, v)}
+            for seed in self.op.seeds
+            if all(self._may_run(n, v) for n, v in seed.items() if n.endswith(".backend"))
         ]
         plans = self._traced(self.default())
         if not isinstance(plans, Reason):
@@ -165,6 +170,14 @@ class Space:
                 found.append(self.default() | moved)
         unique = {self.text(point): point for point in found if self.text(point) != self.text(self.default())}
         return list(unique.values())
+
+    def _may_run(self, name: str, backend: str) -> bool:
+        """True when a launch may be put on the backend; name: 'scan.backend'."""
+        return backend in self.backends and self.fixed.get(name, backend) == backend
+
+    def _first_anyway(self, name: str, value: Any) -> bool:
+        """True for a setting that puts a launch on the first of the backends, where points do not name it."""
+        return name.endswith(".backend") and value == self.backends[0]
 
     def draw(self, rng: random.Random) -> Settings:
         """A point at random, legal or not."""
@@ -209,7 +222,7 @@ class Space:
     @staticmethod
     def text(settings: Mapping[str, Any]) -> str:
         """The point as `--set` takes it, sorted by name: equal for equal points."""
-        return " ".join(f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"
+        return " ".join(f"--set {name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
                         for name, value in sorted(settings.items()))  # fmt: skip
 
     # ---- what is illegal -----------------------------------------------------------------------------------------
@@ -299,6 +312,8 @@ class Space:
         found: list[tuple[str, tuple[Any, ...], Any]] = []
         if backend == "triton" and fields["num_warps"] != warps:
             found.append(("num_warps", self._accepted(backend, "num_warps", WARPS), fields["num_warps"]))
+        if backend == "triton" and fields["maxnreg"] is not None:
+            found.append(("maxnreg", REGISTERS, fields["maxnreg"]))
         if backend == "tilelang" and (warps is None or fields["threads"] != max(128, 32 * warps)):
             found.append(("threads", self._accepted(backend, "threads", THREADS), fields["threads"]))
         for loop in loops:
@@ -306,6 +321,8 @@ class Space:
                 found.append((f"stages.{loop}", STAGES, fields["stages"][loop]))
         if backend == "tilelang" and loops:
             found.append(("warp_specialize", (True, False), fields["warp_specialize"]))
+            if any(op.opcode == "dot" for op in walk(launch.kernel.body)):
+                found.append(("overlap", (False, True), fields["overlap"]))
         named = [(f"{launch.label}.{name}", choices, default) for name, choices, default in found]
         return [
             Parameter(name, (self.fixed[name],) if name in self.fixed else choices, default)

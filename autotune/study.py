@@ -6,10 +6,12 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from k3dsl import settings as environment
+from k3dsl.autotune.drawn import planned_calls
 from k3dsl.autotune.space import Space
 from k3dsl.backends.common import write_whole
 from k3dsl.errors import ArgumentError, LegalityError
@@ -77,6 +79,14 @@ def _version(name: str) -> str:
 
 def floor_of(op: Op, dims: Mapping[str, int], options: Mapping[str, Any], backend: str, copy_gbps: float) -> float:
     """Milliseconds that the op's least memory traffic takes at that rate (10^9 bytes/s), with its default settings."""
-    point = op.point(dims, options)
-    known = {name: int(n) for name, n in point.dims.items() if isinstance(n, int)}
-    return sum((op.traffic_bytes or plan_traffic)(point.plan(backend), known).values()) / copy_gbps / 1e6
+    traffic = op.traffic_bytes or plan_traffic
+    moved = []
+    if backend != "torch" and op.inputs is not None and op.call is not None:
+        # dims that only a call knows, such as the chunks of packed sequences, count too
+        draw = partial(op.inputs, op.resolve_dims(dims), op.resolve_options(options), "cpu", 0)
+        moved = [traffic(call.executable.plan, call.dims) for call in planned_calls(op, draw, backend, {})]
+    if not moved:
+        point = op.point(dims, options)
+        known = {name: int(n) for name, n in point.dims.items() if isinstance(n, int)}
+        moved = [traffic(point.plan(backend), known)]
+    return sum(sum(of_call.values()) for of_call in moved) / copy_gbps / 1e6

@@ -10,11 +10,11 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3dsl.autotune import study
-from k3dsl.autotune.finalists import TRIAL_REPEATS, Finalist, Runs, run_finals
+from k3dsl.autotune.finalists import TRIAL_REPEATS, Finalist, Runs, run_finals, shortlist
 from k3dsl.autotune.journal import Journal, Record, read
 from k3dsl.autotune.result import Limits, Result, State, Trial
 from k3dsl.autotune.search import Proposal, Search, make_search
@@ -36,12 +36,20 @@ LISTEN_S = 1.0
 """How often a sweep that waits for others asks how they are doing."""
 
 
+class Building(Protocol):
+    """Candidates that are being built, see compile_pool.Batch."""
+
+    def outcome(self, index: int) -> Outcome: ...
+
+    def stop(self) -> None: ...
+
+
 class Builds(Protocol):
     """What builds candidates, see compile_pool.CompilePool."""
 
-    def build(
-        self, candidates: Sequence[Candidate], deadline_s: float, *, built: Collection[str]
-    ) -> dict[int, Outcome]: ...
+    def start(
+        self, candidates: Sequence[Candidate], deadline_s: float, *, built: Collection[str], level: str, own: bool
+    ) -> Building: ...
 
 
 class Tries(Runs, Protocol):
@@ -92,7 +100,7 @@ def sweep(
         mixed = seed if board is None else seed + zlib.crc32(board.taker.encode())
         loop = _Sweep(space, make_search(space, mixed, folder), journal, limits, floor_ms, board, watch)
         if pool is None or worker is None:
-            default_pool, default_worker = _machinery(target, devices)
+            default_pool, default_worker = machinery(target, devices)
             pool, worker = pool or default_pool, worker or default_worker
         best: list[Finalist] = []
         turned_away: list[tuple[Proposal, Outcome]] = []
@@ -123,12 +131,32 @@ def _board(url: str, facts: Mapping[str, Any], folder: str) -> Board:
     return Board(url, study.name_of(facts), facts, taker)
 
 
-def _machinery(target: Target | None, devices: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def usable_cores() -> int:
+    """Of this machine, those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machinery(target: Target | None, devices: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Makes what builds candidates for the target, and what runs them on the devices; as context managers."""
     from k3dsl.autotune.compile_pool import CompilePool
     from k3dsl.autotune.worker import Crew
 
-    jobs = max(1, min(WIDTH, (os.cpu_count() or 2) - 1))
+    jobs = max(1, min(6 * WIDTH, usable_cores() - 1))  # two batches, each candidate with two cases of the gate
     return (lambda: CompilePool(jobs, target.name if target else None)), (lambda: Crew(devices))
+
+
+@dataclass
+class _Batch:
+    """Points that are tried together. mine: those that this sweep runs, which are being built."""
+
+    proposals: Sequence[Proposal]
+    mine: Sequence[Proposal] = ()
+    building: Building | None = None
+
+    def stop(self) -> None:
+        """Builds no more of it."""
+        if self.building is not None:
+            self.building.stop()
 
 
 class _Sweep:
@@ -166,14 +194,25 @@ class _Sweep:
     def try_points(self) -> str:
         """Runs trials; returns why it stopped."""
         most = self.limits.max_trials
+        ahead: _Batch | None = None
+
+        def left(begun: int = 0) -> int:
+            return WIDTH if most is None else min(WIDTH, most - len(self.state.trials) - begun)
+
         while self.stopped is None:
             self._listen()
-            left = WIDTH if most is None else min(WIDTH, most - len(self.state.trials))
-            if left <= 0:
+            if left() <= 0:
                 return f"{most} trials are done"
-            batch = self.search.ask(left) or self._given_up(left)
-            if batch:
-                self._run_batch(batch)
+            batch, ahead = ahead or self._begin(left()), None
+            if batch is not None:
+                try:
+                    # the next is built while this one runs; but no claim on another machine's study waits for its turn
+                    if self.board is None and not self._out_of_time():
+                        ahead = self._begin(left(len(batch.proposals)))
+                    self._run_batch(batch)
+                finally:
+                    if self.stopped is not None and ahead is not None:
+                        ahead.stop()
             elif not self.search.left():
                 return "every legal point was tried"
             elif self._out_of_time():
@@ -182,11 +221,25 @@ class _Sweep:
                 time.sleep(LISTEN_S)
         return self.stopped
 
-    def _run_batch(self, batch: Sequence[Proposal]) -> None:
-        """Builds and runs what is not known of a batch. The search is told in the order of the batch, whoever was first."""
+    def _begin(self, count: int) -> _Batch | None:
+        """Proposes points, and begins to build those that are not known; None where there are none."""
+        proposals = (self.search.ask(count) or self._given_up(count)) if count > 0 else []
+        if not proposals:
+            return None
+        new = [p for p in proposals if self.journal.find("trial", p.key) is None]
+        if not new or (self.state.trials and (self._out_of_time() or self.stopped is not None)):
+            return _Batch(proposals)
+        mine = [p for p in new if self._take(p)]
+        candidates = [self.space.candidate(p.settings) for p in mine]
+        deadline = self.limits.compile_deadline_s
+        building = self.pool.start(candidates, deadline, built=self.codes.keys(), level="quick", own=True)
+        return _Batch(proposals, mine, building)
+
+    def _run_batch(self, batch: _Batch) -> None:
+        """Runs what is not known of a batch. The search is told in the order of the batch, whoever was first."""
         done: dict[str, Trial] = {}
         new: list[Proposal] = []
-        for proposal in batch:
+        for proposal in batch.proposals:
             known = self.journal.find("trial", proposal.key)
             if known is not None and not new:
                 self._keep(Trial(proposal, known.outcome, known.at, known.same_as, True, known.by))
@@ -195,25 +248,26 @@ class _Sweep:
             else:
                 new.append(proposal)
         if self._near_floor() or not new:
+            batch.stop()
             return
         if self.state.trials and self._out_of_time():
             self.stopped = self._budget_text()
+            batch.stop()
             return
-        mine = [p for p in new if self._take(p)]
         try:
-            candidates = [self.space.candidate(p.settings) for p in mine]
-            built = self.pool.build(candidates, self.limits.compile_deadline_s, built=self.codes.keys())
-            self._run_built([(p, built[n]) for n, p in enumerate(mine)], done)
+            if batch.building is not None:
+                self._run_built(batch.mine, batch.building, done)
         finally:
-            for proposal in batch:
+            batch.stop()
+            for proposal in batch.proposals:
                 if proposal.key in done:
                     self._keep(done[proposal.key])
         self._near_floor()
 
-    def _run_built(self, pairs: Sequence[tuple[Proposal, Outcome]], done: dict[str, Trial]) -> None:
-        """Runs what was built and is like nothing that was run before."""
-        builds = {proposal.key: outcome for proposal, outcome in pairs}
-        proposals = {proposal.key: proposal for proposal, _ in pairs}
+    def _run_built(self, mine: Sequence[Proposal], building: Building, done: dict[str, Trial]) -> None:
+        """Runs what is built and is like nothing that was run before; the next is built meanwhile."""
+        builds: dict[str, Outcome] = {}
+        proposals = {proposal.key: proposal for proposal in mine}
         leaders: dict[str, str] = {}
         twins: dict[str, list[str]] = defaultdict(list)
 
@@ -233,13 +287,12 @@ class _Sweep:
             ended(key, replace(outcome, detail=f"the same code as trial {number}", seconds=0.0), number)
 
         def tasks() -> Iterator[Task]:
-            for key, build in builds.items():
-                if self.state.trials or done:
-                    if self._near_floor(done.values()):
-                        return
-                    if self._out_of_time():
-                        self.stopped = self._budget_text()
-                        return
+            for number, key in enumerate(proposals):
+                if self._no_more(done):
+                    return
+                build = builds[key] = building.outcome(number)
+                if self._no_more(done):  # waiting takes time too
+                    return
                 if build.end is not End.OK:
                     ended(key, build)
                     continue
@@ -258,6 +311,14 @@ class _Sweep:
 
         for task, outcome in self.worker.run_each(tasks()):
             ended(task.key, outcome, by=task.device)
+
+    def _no_more(self, done: Mapping[str, Trial]) -> bool:
+        """Whether the sweep stops within a batch, of which these have ended; the default's trial it always makes."""
+        if not (self.state.trials or done):
+            return False
+        if not self._near_floor(done.values()) and self._out_of_time():
+            self.stopped = self._budget_text()
+        return self.stopped is not None
 
     def _near_floor(self, more: Iterable[Trial] = ()) -> bool:
         """Whether the best is so near to the floor that the sweep stops."""
@@ -319,9 +380,26 @@ class _Sweep:
             self._show()
             return outcome
 
-        passed, failed = run_finals(
-            self.space, own, self.limits.finalists, self.worker, step, self.limits.run_deadline_s
-        )
+        first = [
+            p
+            for p in shortlist(self.space, own)[: self.limits.finalists]
+            if self.journal.find("gate", p.key, 0) is None
+        ]
+        building = self.pool.start(
+            [self.space.candidate(p.settings) for p in first],
+            self.limits.compile_deadline_s, built=(), level="full", own=False,
+        )  # fmt: skip
+        numbers = {p.key: n for n, p in enumerate(first)}
+
+        def built(proposal: Proposal) -> Outcome:
+            return building.outcome(numbers[proposal.key]) if proposal.key in numbers else Outcome(End.OK)
+
+        try:
+            passed, failed = run_finals(
+                self.space, own, self.limits.finalists, self.worker, step, self.limits.run_deadline_s, built
+            )
+        finally:
+            building.stop()
         best += passed
         turned_away += failed
 

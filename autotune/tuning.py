@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ def tune_each(
     which one does not need goes to those after it.
     """
     from k3dsl.autotune.result import Limits
-    from k3dsl.autotune.sweep import sweep
+    from k3dsl.autotune.sweep import machinery, sweep
     from k3dsl.runtime.op import check_names
 
     where = target_here(target)
@@ -131,20 +132,24 @@ def tune_each(
     used = devices_here(where, devices, workers)
     rate, identity = _device_facts(used[0])
     start = time.monotonic()
-    for number, p in enumerate(problems):
-        share = limits.budget_s
-        if total_budget_s is not None:
-            left = total_budget_s - (time.monotonic() - start)
-            share = max(LEAST_S, min(share, left / (len(problems) - number)))
-        with watch(p, share) if watch is not None else nullcontext() as seen:
-            result = sweep(
-                p.op, p.dims, p.options, replace(limits, budget_s=share), target=where, backends=chosen, seed=seed,
-                resume=resume, fixed=p.fixed, devices=used, floor_ms=_floor(p, chosen[0], rate), storage=storage,
-                watch=seen, identity=identity,
-            )  # fmt: skip
-        yield replace(result, saved=_save(result, used[0])) if keep else result
-        if result.interrupted:
-            return
+    with ExitStack() as open_until_the_end:  # processes take seconds to start: one set of them serves all problems
+        make_pool, make_crew = machinery(where, used)
+        pool = cache(lambda: open_until_the_end.enter_context(make_pool()))
+        crew = cache(lambda: open_until_the_end.enter_context(make_crew()))
+        for number, p in enumerate(problems):
+            share = limits.budget_s
+            if total_budget_s is not None:
+                left = total_budget_s - (time.monotonic() - start)
+                share = max(LEAST_S, min(share, left / (len(problems) - number)))
+            with watch(p, share) if watch is not None else nullcontext() as seen:
+                result = sweep(
+                    p.op, p.dims, p.options, replace(limits, budget_s=share), target=where, backends=chosen, seed=seed,
+                    resume=resume, fixed=p.fixed, devices=used, floor_ms=_floor(p, chosen[0], rate), storage=storage,
+                    pool=lambda: nullcontext(pool()), worker=lambda: nullcontext(crew()), watch=seen, identity=identity,
+                )  # fmt: skip
+            yield replace(result, saved=_save(result, used[0])) if keep else result
+            if result.interrupted:
+                return
 
 
 # ---- what is here ----------------------------------------------------------------------------------------------------------

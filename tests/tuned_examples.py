@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from k3dsl.errors import BuildError
 from k3dsl.ops.softmax.space import SOFTMAX
 from k3dsl.runtime import executable
 from k3dsl.runtime.op import Case, Knob, Op, Option, forced_for
 
 HOW = (
     "right", "wrong", "racing", "leaking", "hang", "fault", "exit", "partial", "raise", "slow", "spawn", "refused",
-    "past the end", "before the start", "beside the input", "into the input",
+    "past the end", "before the start", "beside the input", "into the input", "unbuildable",
 )  # fmt: skip
 _calls = itertools.count()
 _fitted = executable.fitted
@@ -56,7 +57,7 @@ def inputs(dims: Any, options: Any, device: Any, seed: int) -> dict[str, Any]:
 def call(x: torch.Tensor) -> dict[str, Any]:
     """2 x, or what the knob makes of it."""
     force = forced_for(plan)
-    how = force.knobs["how"] if force is not None else "right"
+    how = force.knobs.get("how", "right") if force is not None else "right"
     out = executable._allocate("o", tuple(x.shape), x.dtype, x.device)  # as an executable makes it
     out.copy_(2 * x)
     if how in ("past the end", "before the start"):
@@ -66,6 +67,8 @@ def call(x: torch.Tensor) -> dict[str, Any]:
         torch.as_strided(x, (1,), (1,), x.storage_offset() + x.numel()).fill_(7.0)
     elif how == "into the input":
         x[-1, -1] += 1
+    elif how == "unbuildable" and x.shape[0] % 2:  # the ragged dims, not its own
+        raise BuildError("no layout was found")
     elif how == "wrong":
         out.mul_(1.001)
     elif how == "racing":

@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -55,11 +55,16 @@ def write_module(source: Source) -> Path:
     return path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes so that a reader sees either the whole file or none."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes so that a reader sees either the whole file or none; text as UTF-8. Who may read it is the umask's to say."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def import_module(path: Path) -> ModuleType:

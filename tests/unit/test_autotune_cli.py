@@ -159,7 +159,7 @@ def test_a_total_budget_is_shared_out_and_what_one_leaves_goes_to_the_others(fak
 
 
 def test_several_ops_end_after_one_that_was_interrupted(faked, monkeypatch):
-    monkeypatch.setattr(Fake, "build", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Fake, "start", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     done = list(tune_each([decode(2), decode(4)], backends=["triton"], keep=False))
     assert [r.interrupted for r in done] == [True]
 

@@ -7,6 +7,7 @@ import torch
 
 from k3dsl.autotune import candidate_run
 from k3dsl.autotune.candidate_run import References, Request
+from k3dsl.autotune.drawn import Drawn
 from k3dsl.autotune.guards import Guards
 from k3dsl.autotune.trial import Candidate, End
 from k3dsl.runtime import executable
@@ -74,7 +75,7 @@ def test_a_kernel_that_stores_astray_is_wrong_however_right_its_output(monkeypat
 
     def judged(rows):
         candidate = Candidate("softmax", {"R": 8, "N": 64}, {}, {"rows": rows}, "torch")
-        return candidate_run.run(candidate, Request(repeats=2, rep_ms=1), CPU, References(), lambda *_: None)
+        return candidate_run.run(candidate, Request(repeats=2, rep_ms=1), CPU, References(), Drawn(), lambda *_: None)
 
     assert judged(2).end is End.OK
     monkeypatch.setattr(executable.BoundLaunch, "_run_torch", astray)

@@ -9,6 +9,7 @@ import pytest
 from k3dsl.autotune.space import Space
 from k3dsl.autotune.trial import End, end_of_reasons
 from k3dsl.errors import ArgumentError, UnknownNameError
+from k3dsl.ops.kda import plans
 from k3dsl.ops.registry import get_op
 from k3dsl.targets import get_target
 
@@ -133,6 +134,38 @@ def test_seeds_are_the_ops_own_and_its_default_on_the_other_backend():
     found = space("matmul", {}, "triton", "tilelang").seeds()
     assert [s["block_n"] for s in found[:3]] == [256, 128, 256]
     assert found[-1]["matmul.backend"] == "tilelang"
+
+
+def test_a_seed_for_a_backend_that_is_not_searched_is_left_out():
+    dims = {"T": 8192, "H": 96}
+    both = space("kda.forward", dims, "triton", "tilelang")
+    moved = [point for point in both.seeds() if point.get("scan.backend") == "tilelang" and "prep.backend" not in point]
+    assert [point["block_v"] for point in moved] == [128, 64, 64]
+    assert both.seeds()[:3] == moved
+    for point in moved:
+        assert both.reasons(point) == ()
+        made = both.parameters(point)
+        assert made | point == made  # nothing of it is lost on the way through the search
+    for alone in (
+        space("kda.forward", dims, "triton"),
+        space("kda.forward", dims, "triton", "tilelang", fixed={"scan.backend": "triton"}),
+    ):
+        assert alone.seeds()
+        assert not any("scan.threads" in point for point in alone.seeds())
+
+
+def test_a_register_cap_is_chosen_where_the_op_sets_one(monkeypatch):
+    monkeypatch.setattr(plans, "triton_release", lambda: (3, 6))
+    for gate, cap in (("bounded", 128), ("softplus", 168)):
+        found = space("kda.forward", {"T": 256, "H": 2}, "triton", options={"gate": gate})
+        assert found.choices(found.default())["prep.maxnreg"] == (cap, (None, 96, 112, 128, 168))
+        assert "scan.maxnreg" not in found.choices(found.default())
+        free = found.default() | {"prep.maxnreg": None}
+        assert found.launches(free)[0].schedule.maxnreg is None
+        assert "--set prep.maxnreg=none" in found.text(free)
+        assert "prep.maxnreg" not in found.choices(found.default() | {"chunk": 16})
+    exact = space("kda.forward", {"T": 256, "H": 2}, "triton", options={"dtype": "f32"})
+    assert "prep.maxnreg" not in exact.choices(exact.default() | {"chunk": 32})
 
 
 def test_more_warps_or_deeper_pipelines_cost_more():

@@ -12,15 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from k3dsl.autotune.child import Child, DiedError
 from k3dsl.autotune.compile_pool import CompilePool, source_digest
+from k3dsl.autotune.gate import gate_cases
 from k3dsl.autotune.trial import Candidate, End
 from k3dsl.autotune.worker import Worker
 from k3dsl.errors import ArgumentError, LaunchError
 from k3dsl.ir.identity import kernel_hash
+from k3dsl.ops import softmax as softmax_op
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime import executable
+from k3dsl.runtime.dispatch import planning
+from k3dsl.runtime.op import defaults_only
 from k3dsl.targets import get_target
 
 DIMS = {"R": 8, "N": 16}
@@ -306,3 +311,62 @@ def test_the_last_words_of_a_process_are_kept():
     with pytest.raises(DiedError, match=r"exit status 1.*No module named 'no_such_module'"):
         child.receive(250)
     child.kill()
+
+
+def test_what_the_gate_launches_is_built_ahead(tmp_path, monkeypatch):
+    """With a cache of its own: whoever plans the gate's cases and builds them afterwards adds no file to it."""
+    monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path))
+    candidate = softmax()
+    with CompilePool(2, "sm_90a") as own:
+        outcome = own.start([candidate], 250, level="quick").outcome(0)
+        assert outcome.end is End.OK, outcome.detail
+        assert own.start([candidate], 250, level="full", own=False).outcome(0).end is End.OK
+
+    def files():
+        return sorted(str(p) for p in tmp_path.rglob("*") if p.is_file() and "tmp" not in p.name)
+
+    before, op, count = files(), get_op("softmax"), 0
+    for case in gate_cases(op, candidate, "full"):
+        with planning("triton") as calls, defaults_only(op):
+            op.call(**case.case.make("cpu", 0))
+        for called in calls:
+            for launch in called.executable.plan.launches:
+                executable.fitted(launch, get_target("sm_90a"))
+                count += 1
+    assert count >= 2
+    assert files() == before
+
+
+def test_a_case_that_does_not_build_ends_its_candidate(pool):
+    """Its own dims build; the ragged dims of the gate do not."""
+    candidate = Candidate(OP, {"R": 64, "N": 512}, {}, {"how": "unbuildable"}, "triton")
+    assert pool.start([candidate], 250).outcome(0).end is End.OK
+    outcome = pool.start([candidate], 250, level="quick").outcome(0)
+    assert outcome.end is End.COMPILE_FAILED
+    assert outcome.detail == "case ragged: no layout was found"
+    assert outcome.sources
+
+
+def test_a_batch_that_is_stopped_leaves_no_process_at_work():
+    with CompilePool(1, "sm_90a") as own:
+        batch = own.start([compiling("hang")], 250)
+        while not marked("compile_pool:serve"):
+            time.sleep(0.05)
+        batch.stop()
+        with pytest.raises(LaunchError, match="stopped"):
+            batch.outcome(0)
+        batch.kill()
+        assert own.start([softmax()], 250).outcome(0).end is End.OK
+
+
+def test_planning_runs_nothing_and_names_the_plans_of_the_backend_that_is_asked():
+    x = torch.ones(3, 40)
+    with planning("triton") as calls:
+        softmax_op(x)
+    with planning("tilelang") as others:
+        softmax_op(x)
+    assert [launch.backend for c in (*calls, *others) for launch in c.executable.plan.launches] == [
+        "triton",
+        "tilelang",
+    ]
+    assert torch.allclose(softmax_op(x), torch.full((3, 40), 1 / 40))
