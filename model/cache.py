@@ -163,7 +163,8 @@ class Cache:
         if pages:
             for layer in self.layers:
                 if isinstance(layer, MLAPages):
-                    layer.pages = torch.cat([layer.pages, self._new_pages(pages)])
+                    new = self._new_pages(pages)
+                    layer.pages = torch.cat([layer.pages, new]) if self._pool else new
             self._free = [*range(self._pool + pages - 1, self._pool - 1, -1), *self._free]
             self._pool += pages
         if width > self.page_table.shape[1]:

@@ -108,7 +108,7 @@ class KimiK3Config:
 
     @classmethod
     def from_name(cls, name: str) -> KimiK3Config:
-        """A configuration by name: 'K3', 'K3-tiny', 'Kimi-Linear-48B-A3B' or 'Kimi-Linear-tiny'.
+        """A configuration by name: 'K3', 'K3-tiny', 'K3-slice', 'Kimi-Linear-48B-A3B' or 'Kimi-Linear-tiny'.
 
         Raises:
             UnknownNameError: for any other name.
@@ -124,6 +124,12 @@ class KimiK3Config:
     def k3_tiny(cls) -> KimiK3Config:
         """A network with every feature of Kimi K3 in 9 layers of width 128 and a byte vocabulary (4.0M parameters)."""
         return cls.from_name("K3-tiny")
+
+    @classmethod
+    def k3_slice(cls) -> KimiK3Config:
+        """The first 8 layers of Kimi K3 (6 KDA, 2 MLA, the first one dense) with 112 of its 896 experts, as one rank of eight
+        holds; every width and the vocabulary are Kimi K3's (33.39B parameters)."""
+        return cls.from_name("K3-slice")
 
     @classmethod
     def kimi_linear_48b(cls) -> KimiK3Config:

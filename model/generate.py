@@ -87,6 +87,13 @@ class DecodeStep:
         self.cache.advance([1] * len(real), real)
         return logits[:number, 0]
 
+    def again(self) -> torch.Tensor:
+        """The last call's step once more, for timing: on a GPU the graph alone, without anything on the host.
+
+        Only the device counts its tokens; the caller sees to it that there is room for them.
+        """
+        return self._run()
+
     def _run(self) -> torch.Tensor:
         if not self.graph_wanted:
             return self.model.decode(self.ids, self.cache, self.slots).logits

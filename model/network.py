@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from k3dsl.backends.torch.threads import threads_for
 from k3dsl.model import checkpoint, step
 from k3dsl.model.attention_layers import KDA, MLA
 from k3dsl.model.cache import Cache
@@ -25,6 +27,9 @@ from k3dsl.ops.common import dtype_name, fail
 
 if TYPE_CHECKING:
     from k3dsl.autotune.result import Result
+
+SMALL_STEP = 1 << 24
+"""Weights times tokens of a decode step on the CPU up to which one thread is quicker than several."""
 
 
 @dataclass
@@ -360,12 +365,17 @@ class KimiK3ForCausalLM(nn.Module):
             input_ids: [B, 1]. slots: [B] int32, the cache's row of each, -1 for padding. Room for the tokens is reserved
             (`Cache.reserve`), and `Cache.advance` is left to the caller.
         """
-        with torch.no_grad():
+        small = past.device.type == "cpu" and slots.shape[0] * self._weights <= SMALL_STEP
+        with torch.no_grad(), threads_for(small):
             now = step.decode(self._functions(), past, slots)
             seen: list[torch.Tensor] | None = [] if with_states else None
             h = self.model(input_ids.flatten(), now, seen)
             past.count(slots, torch.ones_like(slots))
             return CausalLMOutput(self._logits(h)[:, None], None, past, None if seen is None else tuple(seen))
+
+    @cached_property
+    def _weights(self) -> int:
+        return sum(p.numel() for p in self.parameters())
 
     def _functions(self) -> Functions:
         """Those of inference. No op is compiled for fp64."""

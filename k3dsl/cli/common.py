@@ -41,13 +41,14 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FOLDER",
-        help="K3, K3-tiny, Kimi-Linear-48B-A3B or Kimi-Linear-tiny; or a folder with a config.json.",
+        help="K3, K3-tiny, K3-slice, Kimi-Linear-48B-A3B or Kimi-Linear-tiny; or a folder with a config.json.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of the random inputs.")]
 OutputFile = Annotated[Path | None, typer.Option("--output", help="Also write the results to this file, as JSON.")]
 
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_value(text: str) -> Any:
@@ -74,6 +75,17 @@ def _pair(text: str, option: str, example: str) -> tuple[str, str]:
 def parse_settings(texts: Iterable[str] | None) -> dict[str, Any]:
     """--set NAME=VALUE, any number of times; the last one of a name counts."""
     return {name: parse_value(value) for name, value in (_pair(t, "--set", "NAME=VALUE") for t in texts or ())}
+
+
+def parse_counts(text: str, option: str, example: str) -> list[int]:
+    """Counts of tokens or the like from 1k,8k,1M or plain numbers: k is 1,024, M is 1,048,576. Raises ArgumentError."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)([kKmM]?)", part.strip())
+        if match is None:
+            raise ArgumentError(f"{option} takes numbers with commas, got {text!r}", fix=f"write {option} {example}")
+        found.append(int(match[1]) * _UNITS[match[2].lower()])
+    return found
 
 
 def parse_dims(texts: Iterable[str] | None) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,19 +16,30 @@ from k3dsl.cli.output import print_json
 from k3dsl.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from k3dsl.model import KimiK3ForCausalLM
+    import torch
+
+    from k3dsl.model import KimiK3Config, KimiK3ForCausalLM
 
 NAME = "generate"
 DTYPES = ("bfloat16", "float16", "float32")
+CPU_MOST_BYTES = 1 << 30
+"""Of random weights on the CPU, whose backend is there to judge results, not to be fast."""
 RANDOM = "random weights: this shows that the network runs, the text means nothing"
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="FOLDER|NAME", help="A checkpoint's folder; or K3-tiny or Kimi-Linear-tiny, with random weights."
+        metavar="FOLDER|NAME", help="A checkpoint's folder; or a network by name, such as K3-tiny, with random weights."
     ),
 ]
 DType = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16, float16 or float32. Default: as config.json says.")
+]
+
+Experts = Annotated[
+    str | None,
+    typer.Option(
+        "--experts", help="mxfp4 or plain: weights of routed experts, of a network by name. Default: its own."
+    ),
 ]
 
 
@@ -103,8 +115,13 @@ def generate_command(
     print(speed, file=sys.stderr)
 
 
-def load(model: str, dtype: str | None, backend: str | None, seed: int) -> tuple[KimiK3ForCausalLM, Path | None]:
-    """The network of a folder, or a small one of that name with random weights, on the backend's device; and the folder."""
+def load(
+    model: str, dtype: str | None, backend: str | None, seed: int, experts: str | None = None
+) -> tuple[KimiK3ForCausalLM, Path | None]:
+    """The network of a folder, or the one of that name with random weights made on the backend's device; and the folder.
+
+    experts: 'mxfp4' or 'plain', of a network by name; None: as its config says.
+    """
     import torch
 
     from k3dsl.model import KimiK3ForCausalLM
@@ -112,18 +129,41 @@ def load(model: str, dtype: str | None, backend: str | None, seed: int) -> tuple
 
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"unknown dtype {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
+    if experts not in (None, "mxfp4", "plain"):
+        raise ArgumentError(f"unknown experts {experts!r}", fix="mxfp4 or plain")
     device = device_for(backend)
     wanted = None if dtype is None else getattr(torch, dtype)
     name, config = load_config(model)
     if Path(model).exists():
+        if experts is not None:
+            raise ArgumentError(
+                "--experts is given with a checkpoint, whose experts are as they are", fix="leave it out"
+            )
         return KimiK3ForCausalLM.from_pretrained(model, dtype=wanted, device=device), Path(model)
-    if not name.endswith("-tiny"):
-        raise ArgumentError(
-            f"{name} is a configuration without weights", fix="name the folder of a checkpoint, or K3-tiny"
-        )
+    if experts == "mxfp4":
+        config = config.with_mxfp4_experts()
+    elif experts == "plain":
+        config = replace(config, quantization_config=None)
+    _check_size(name, config if dtype is None else replace(config, dtype=dtype), device)
     print(f"{name}, {RANDOM}", file=sys.stderr)
     torch.manual_seed(seed)
     return KimiK3ForCausalLM.from_config(config, dtype=wanted, device=device), None
+
+
+def _check_size(name: str, config: KimiK3Config, device: torch.device) -> None:
+    """Raises ArgumentError for a network whose weights the GPU cannot hold, and on the CPU for one that is not tiny."""
+    import torch
+
+    from k3dsl.model.info import describe
+
+    size = describe(config).weight_bytes
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else CPU_MOST_BYTES
+    if size > room:
+        where = f"this GPU has {room / 1e9:.4g} GB free" if device.type == "cuda" else "the CPU is for tiny networks"
+        raise ArgumentError(
+            f"{name} is a configuration without weights; random ones would take {size / 1e9:.4g} GB, and {where}",
+            fix="name the folder of a checkpoint, or K3-tiny",
+        )
 
 
 def _numbers(text: str) -> list[int]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3dsl.cli.common import BackendName, Json, ModelName, device_for
+from k3dsl.cli.common import BackendName, Json, ModelName, device_for, parse_counts
 from k3dsl.cli.output import milliseconds, print_json, print_table, scaled
-from k3dsl.errors import ArgumentError
 
 if TYPE_CHECKING:
     from k3dsl.model.config import KimiK3Config
     from k3dsl.model.context import ContextCost, ContextTimes
 
 DEFAULT = "1k,8k,64k,512k,1M"
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def context_command(
@@ -43,7 +40,7 @@ def context_command(
     from k3dsl.runtime.dispatch import using_backend
 
     name, config = load_config(model)
-    tokens = parse_contexts(contexts)
+    tokens = parse_counts(contexts, "--contexts", DEFAULT)
     cost = context_cost(config, tokens, batch)
     if plot is not None:
         check_plot(plot)
@@ -61,17 +58,6 @@ def context_command(
     if plot is not None:  # last, so that a plot that cannot be written costs no measurement
         write_plot(plot, name, cost, times)
         print(f"plot: {plot}", file=sys.stderr)
-
-
-def parse_contexts(text: str) -> list[int]:
-    """Tokens from 1k,8k,1M or plain numbers. Raises ArgumentError."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)([kKmM]?)", part.strip())
-        if match is None:
-            raise ArgumentError(f"--contexts takes token counts with commas, got {text!r}", fix=f"write {DEFAULT}")
-        found.append(int(match[1]) * _UNITS[match[2].lower()])
-    return found
 
 
 def _print_bytes(name: str, config: KimiK3Config, cost: ContextCost) -> None:

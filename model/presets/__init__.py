@@ -8,8 +8,8 @@ from typing import Any
 
 from k3dsl.errors import UnknownNameError
 
-NAMES = ("K3", "K3-tiny", "Kimi-Linear-48B-A3B", "Kimi-Linear-tiny")
-_SHORT = {"kimik3": "K3", "kimik3tiny": "K3-tiny", "kimilinear48b": "Kimi-Linear-48B-A3B"}
+NAMES = ("K3", "K3-tiny", "K3-slice", "Kimi-Linear-48B-A3B", "Kimi-Linear-tiny")
+_SHORT = {"kimik3": "K3", "kimik3tiny": "K3-tiny", "kimik3slice": "K3-slice", "kimilinear48b": "Kimi-Linear-48B-A3B"}
 
 
 def canonical(name: str) -> str:

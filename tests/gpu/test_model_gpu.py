@@ -9,6 +9,7 @@ from model_examples import random_checkpoint, write_checkpoint
 from reference_network import ReferenceNetwork
 
 from k3dsl.model import DecodeStep, KimiK3Config, KimiK3ForCausalLM
+from k3dsl.model.bench import bench
 
 pytestmark = pytest.mark.gpu
 CONFIG = KimiK3Config.k3_tiny()
@@ -77,3 +78,22 @@ def test_the_gpu_writes_the_tokens_that_the_cpu_writes(networks):
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     got = network.generate(prompts, max_new_tokens=12, eos_token_id=[]).tokens
     assert got == on_cpu.generate(prompts, max_new_tokens=12, eos_token_id=[]).tokens
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_bench_times_replayed_steps_and_sets_each_op_beside_its_bytes(packed):
+    """Contexts are made up; afterwards no cell's memory is kept, and a cell that is too large is said to be."""
+    torch.manual_seed(0)
+    network = KimiK3ForCausalLM.from_config(CONFIG.with_mxfp4_experts() if packed else CONFIG, device="cuda")
+    before = torch.cuda.memory_allocated()
+    result = bench(network, lengths=(100,), contexts=(64, 1000), batches=(1, 3, 1 << 22), chunk=60, rep_ms=20)
+    fits = [cell for cell in result.cells if cell.batch < 1 << 22]
+    assert [cell.problem for cell in fits] == [None] * 5
+    assert all(cell.out_of_memory for cell in result.cells if cell not in fits)
+    for cell in fits:
+        assert {op.op for op in cell.ops} >= {"moe.experts", "attnres.site", "rmsnorm"}
+        for op in cell.ops:
+            assert 0 < op.bytes_ms == pytest.approx(op.bytes / result.copy_gbps / 1e6)
+            assert op.time_ms > 0
+        assert cell.peak_bytes >= result.weight_bytes
+    assert torch.cuda.memory_allocated() - before < 64 << 20

@@ -62,7 +62,7 @@ def test_any_division_into_calls_gives_the_logits_states_and_latents_of_the_form
 def test_the_compiled_ops_agree(networks, sizes):
     network = networks[1]
     assert network.functions is COMPILED
-    x = ids(1, 20)
+    x = ids(1, 20, seed=1)  # no token's 4th and 5th expert are closer than rounding reaches: 8e-4, with seed 0 2e-6
     logits, cache = in_steps(network, x, sizes)
     want = networks[2](x[0])
     assert relative(logits[0], want.logits) < 2e-4

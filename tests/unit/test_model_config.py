@@ -10,7 +10,7 @@ import pytest
 from k3dsl.errors import ArgumentError, UnknownNameError
 from k3dsl.model.config import KimiK3Config
 
-NAMES = ("K3", "K3-tiny", "Kimi-Linear-48B-A3B", "Kimi-Linear-tiny")
+NAMES = ("K3", "K3-tiny", "K3-slice", "Kimi-Linear-48B-A3B", "Kimi-Linear-tiny")
 
 
 def content(name: str = "Kimi-Linear-tiny") -> dict:
@@ -65,6 +65,16 @@ def test_k3_has_the_dims_that_were_published():
     assert (config.activation_situ_beta, config.activation_situ_linear_beta) == (4.0, 25.0)
     assert (config.gate_lower_bound, config.rms_norm_eps, config.mla_norm_eps) == (-5.0, 1e-5, 1e-6)
     assert [config.is_moe(i) for i in (0, 1, 92)] == [False, True, True]
+
+
+def test_the_slice_is_k3s_first_eight_layers_with_an_eighth_of_the_experts():
+    whole, part = KimiK3Config.k3(), KimiK3Config.k3_slice()
+    assert part.layer_types == whole.layer_types[:8] == ("kda", "kda", "kda", "mla") * 2
+    assert part.moe_layers == tuple(range(1, 8))
+    assert (part.num_experts, part.num_experts_per_token) == (896 // 8, 16)
+    linear = replace(whole.linear_attn_config, kda_layers=(1, 2, 3, 5, 6, 7), full_attn_layers=(4, 8))
+    cut = replace(whole, num_hidden_layers=8, num_experts=112, linear_attn_config=linear, quantization_config=None)
+    assert part == cut, "nothing else differs"
 
 
 def test_kimi_linear_has_its_own():
@@ -211,7 +221,9 @@ def test_mxfp4_needs_widths_that_are_multiples_of_32():
 
 
 def test_a_name_that_does_not_exist_lists_those_that_do():
-    with pytest.raises(UnknownNameError, match="known names: K3, K3-tiny, Kimi-Linear-48B-A3B, Kimi-Linear-tiny"):
+    with pytest.raises(
+        UnknownNameError, match="known names: K3, K3-tiny, K3-slice, Kimi-Linear-48B-A3B, Kimi-Linear-tiny"
+    ):
         KimiK3Config.from_name("K2")
 
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from k3dsl.autotune import plots
+from k3dsl.cli.common import parse_counts
 from k3dsl.cli.main import app
-from k3dsl.cli.model_context import parse_contexts
 from k3dsl.errors import ArgumentError
 from k3dsl.model import context
 from k3dsl.model.cache import Cache
@@ -186,10 +186,10 @@ def test_k3_is_not_timed_on_the_cpu():
 
 
 def test_contexts_are_read_in_powers_of_two():
-    assert parse_contexts("1k,8K, 3 ,1M") == [1024, 8192, 3, 1 << 20]
+    assert parse_counts("1k,8K, 3 ,1M", "--contexts", "1k,8k") == [1024, 8192, 3, 1 << 20]
     for text in ("", "1k,", "1G", "-1", "1.5k", "k"):
-        with pytest.raises(ArgumentError, match="--contexts takes token counts"):
-            parse_contexts(text)
+        with pytest.raises(ArgumentError, match="--contexts takes numbers with commas"):
+            parse_counts(text, "--contexts", "1k,8k")
 
 
 def test_the_command_prints_the_figures_that_people_quote():
@@ -239,7 +239,7 @@ def test_the_command_says_when_a_context_is_longer_than_the_config_allows():
 
 def test_the_command_says_what_it_cannot_do(tmp_path):
     assert "too wide to be timed on the CPU" in run("K3", "--time", "--backend", "torch", status=2).stderr
-    assert "fix: write 1k,8k" in run("K3", "--contexts", "1x", status=2).stderr
+    assert "fix: write --contexts 1k,8k" in run("K3", "--contexts", "1x", status=2).stderr
     assert "known names: K3" in run("K2", status=2).stderr
 
 

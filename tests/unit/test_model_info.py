@@ -60,6 +60,19 @@ def test_kimi_linear_has_49_12_billion_parameters_and_activates_3_1():
     assert info.cache.per_token == 7 * 576 * 2
 
 
+def test_the_slice_of_k3_fits_one_gpu_of_80_gigabytes():
+    info = describe(KimiK3Config.k3_slice())
+    kda = 7168 * (5 * 12288 + 128 + 96) + 128 * 12288 + 3 * 12288 * 4 + 128 + 12288 + 128  # A_log is stored as 128
+    mla = 7168 * (1536 + 576 + 2 * 12288) + 1536 * (1 + 18432) + 512 * (1 + 96 * 256)
+    moe = 112 * 7169 + 112 * 3 * 3584 * 3072 + 3 * 7168 * 6144 + 2 * 7168 * 3584 + 3584
+    vectors = (17 + 2 * 17) * 7168  # norms; queries and key norms of AttnRes
+    total = 6 * kda + 2 * mla + 7 * moe + 3 * 7168 * 33792 + 2 * 163840 * 7168 + vectors
+    assert info.total == total == 33_388_457_744
+    assert info.bf16_weight_bytes == pytest.approx(2 * total, rel=1e-4)
+    assert info.mxfp4_weight_bytes == info.bf16_weight_bytes - 7 * 112 * 3 * 3584 * 3072 * (64 - 17) // 32
+    assert (info.cache.per_token, info.cache.kda_state) == (2 * 576 * 2, 6 * 96 * 128 * 128 * 4)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_weight_bytes_are_those_of_the_files(tmp_path, packed):
     config = KimiK3Config.k3_tiny().with_mxfp4_experts() if packed else KimiK3Config.k3_tiny()
