@@ -87,6 +87,7 @@ def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
     most, steps, nbytes = 1024, 4, options["dtype"].bytes
     while True:
         chosen = {"steps": steps, **_block(dims["P"], most, nbytes)}
+        chosen["num_warps"] = min(8, 2 * chosen["num_warps"])  # several rows at a time keep twice the threads busy
         programs = dims["B"] * -(-dims["T"] // (8 * steps)) * -(-dims["P"] // chosen["block_p"])
         if programs >= ENOUGH or (steps == 1 and most == 256):
             return chosen

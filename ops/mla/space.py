@@ -153,19 +153,27 @@ def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], option
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-    """Rows of a request in as few blocks as registers allow, splits that fill the GPU."""
+    """Blocks of 16 rows up to 32 rows, two of which share a multiprocessor and read the same latents, blocks of 64 for more;
+    splits that fill the GPU."""
     rows = dims["T"] * dims["H"]
     if options["dtype"] == f32:
         knobs = {"block_h": 16, "block_n": 16, "num_warps": 8, "stages": 1}
     else:
-        knobs = {"block_h": 16 if rows <= 16 else 32 if rows <= 32 else 64, "num_warps": 4 if rows <= 16 else 8}
+        knobs = {"block_h": 16, "num_warps": 4} if rows <= 32 else {"block_h": 64, "num_warps": 8}
         if dims["page"] % 32:
-            knobs["block_n"] = 16
-            knobs["stages"] = 5
-    # 16 or 32 rows leave shared memory for a second program on a multiprocessor
+            knobs |= {"block_n": 16, "stages": 5}
+        elif rows > 16 and dims["page"] % 64 == 0:
+            knobs |= {"block_n": 64, "stages": 2}
+    # 16 rows leave shared memory for a second program on a multiprocessor
     places = multiprocessors() * (2 if knobs["block_h"] < 64 and options["dtype"] != f32 else 1)
     programs = dims["B"] * -(-rows // knobs["block_h"])
     return knobs | {"num_splits": splits_for(programs, dims["S"], knobs.get("block_n", 32), places)}
+
+
+def decode_cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """One program for the keys of a request, in the largest blocks that divide a page, through one loop."""
+    block = next((n for n in (128, 64, 32) if dims["page"] % n == 0), 16)
+    return {"num_splits": 1, "block_n": block, "tail": "masked"}
 
 
 DECODE = Op(
@@ -202,9 +210,13 @@ DECODE = Op(
     limits=judge.decode_limits,
     constraints=decode_constraints,
     heuristic=decode_rule,
+    cpu_heuristic=decode_cpu_rule,
     prepare_dims=decode_dims,
     cpu_dims={"B": 2, "H": 8, "S": 512},
     seeds=(
+        {"block_h": 64, "block_n": 64, "num_warps": 8, "stages": 2, "mla_decode.backend": "tilelang"},
+        {"block_h": 64, "block_n": 32, "num_warps": 8, "stages": 3, "mla_decode.backend": "tilelang"},
+        {"block_h": 16, "block_n": 64, "num_warps": 4, "stages": 2},
         {"block_n": 64, "stages": 2},
         {"block_n": 32, "stages": 4},
         {"tail": "masked"},

@@ -34,10 +34,11 @@ def check(artifact: Artifact, families: set[str], spills: int = 0) -> None:
     assert found.spill_bytes <= spills
 
 
-def test_the_defaults_for_k3_use_wgmma_and_do_not_spill() -> None:
+def test_the_defaults_for_k3_use_wgmma_and_hardly_spill() -> None:
     check(compiled("mla.prefill", {}, {}, "triton")["mla_prefill"], {"wgmma"})
     decode = compiled("mla.decode", {}, {}, "triton")
-    check(decode["mla_decode"], {"wgmma"})
+    # 64 keys a step took 0.62 ms on an H200 where 32 without such a spill took 0.80 (B128 H64 S8192)
+    check(decode["mla_decode"], {"wgmma"}, 192)
     check(decode["mla_combine"], set())
     check(compiled("mla.cache_write", {}, {}, "triton")["mla_cache_write"], set())
 
@@ -49,8 +50,8 @@ VARIANTS = [
     ("mla.prefill", {}, {"dtype": "f32"}, set(), 0),
     *[("mla.prefill", {}, dict(seed), {"wgmma"}, 0) for seed in space.PREFILL.seeds],
     # one split writes the result itself: a few numbers that the loop does not use go to local memory and back once
-    ("mla.decode", {"B": 64}, {"lse": True}, {"wgmma"}, 128),
-    ("mla.decode", {"B": 64, "H": 48, "T": 2}, {"lse": True}, {"wgmma"}, 128),
+    ("mla.decode", {"B": 64}, {"lse": True}, {"wgmma"}, 256),
+    ("mla.decode", {"B": 64, "H": 48, "T": 2}, {"lse": True}, {"wgmma"}, 256),
     ("mla.decode", {"H": 12}, {}, {"mma.sync"}, 0),
     ("mla.decode", {"H": 24}, {}, {"mma.sync"}, 0),
     ("mla.decode", {"page": 16}, {}, {"wgmma"}, 0),

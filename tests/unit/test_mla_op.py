@@ -13,6 +13,7 @@ from k3dsl.ops.mla import reference, space
 from k3dsl.ops.mla.inputs import DecodeCase, PrefillCase, make_decode, make_prefill, make_write
 from k3dsl.ops.mla.tables import block_table
 from k3dsl.ops.registry import get_op
+from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import recording
 from k3dsl.runtime.judge import cases_of, judge
 from k3dsl.runtime.metrics import assert_close_rms
@@ -123,11 +124,13 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 def test_splits_follow_from_what_the_page_table_has_room_for_and_the_lengths_are_not_read() -> None:
     kwargs = make_decode(DecodeCase("short", (3, 5)), "cpu", 0, room=4096)
-    with recording() as calls:
+    with planning("triton") as calls:
         ops.mla_decode(**kwargs)
     assert calls[0].executable.plan.knobs["num_splits"] == 32
-    whole = ops.mla_decode(**kwargs)
-    with forced(space.DECODE, {"num_splits": 1}, {}):
+    with recording() as calls:
+        whole = ops.mla_decode(**kwargs)
+    assert calls[0].executable.plan.knobs["num_splits"] == 1  # programs cost time on the CPU
+    with forced(space.DECODE, {"num_splits": 32}, {}):
         assert_close_rms("o", ops.mla_decode(**kwargs), whole.double(), 4e-3)
 
 
