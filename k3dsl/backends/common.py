@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -65,6 +66,25 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def one_at_a_time(source: Source, target: str) -> Iterator[None]:
+    """While active, no other process or thread of this machine is inside with the same source and target.
+
+    Whoever waits finds in the cache what the first one built. A process that ends lets go. Where the cache's folder cannot
+    be locked, nothing waits.
+    """
+    told = f"{source.backend}\n{target}\n{source.args}\n{sorted(source.options.items())}\n{source.text}"
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder = Path(settings.get("K3DSL_CACHE_DIR")) / "locks"
+            folder.mkdir(parents=True, exist_ok=True)
+            # few files, of which two sources seldom share one
+            file = stack.enter_context((folder / digest[:3]).open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def import_module(path: Path) -> ModuleType:

@@ -54,14 +54,17 @@ def lower(backend: str, kernel: Kernel, schedule: Any, target: Target) -> Source
 
 def build(source: Source, target: Target) -> Artifact:
     """The machine code of a source. Raises BuildError, ResourceError, LegalityError."""
+    from k3dsl.backends.common import one_at_a_time
+
     check_generating(source.backend)
-    if source.backend == "triton":
-        from k3dsl.backends.triton.build import build as build_triton
+    with one_at_a_time(source, target.name):
+        if source.backend == "triton":
+            from k3dsl.backends.triton.build import build as build_triton
 
-        return build_triton(source, target)
-    from k3dsl.backends.tilelang.build import build as build_tilelang
+            return build_triton(source, target)
+        from k3dsl.backends.tilelang.build import build as build_tilelang
 
-    return build_tilelang(source, target)
+        return build_tilelang(source, target)
 
 
 def load(artifact: Artifact, device: int) -> Launcher:

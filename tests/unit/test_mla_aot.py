@@ -56,7 +56,7 @@ VARIANTS = [
     ("mla.decode", {"H": 24}, {}, {"mma.sync"}, 0),
     ("mla.decode", {"page": 16}, {}, {"wgmma"}, 0),
     ("mla.decode", {}, {"dtype": "f32"}, set(), 0),
-    ("mla.decode", {}, {"stages": 4}, {"wgmma"}, 0),
+    ("mla.decode", {}, {"stages": 4}, {"wgmma"}, 192),
 ]
 
 

@@ -36,7 +36,7 @@ OTHER: dict[str, Mapping[str, Any]] = {
     "causal_conv1d.update": {"conv_update.threads": 256},
     "gated_rmsnorm": {"gated_rmsnorm.threads": 256},
     "mla.prefill": {"mla_prefill.stages.keys": 2, "block_k": 128},
-    "mla.decode": {"block_n": 64, "mla_decode.stages.keys": 2, "mla_combine.threads": 256},
+    "mla.decode": {"block_n": 32, "mla_decode.stages.keys": 3, "mla_combine.threads": 256},
     "mla.cache_write": {"mla_cache_write.threads": 256},
     "attention.decode": {"attend.stages.keys": 1, "attend.stages.edge": 1, "attend.threads": 256},
     "attnres.site": {"site.threads": 128},
