@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from k3dsl.autotune.drawn import Drawn, moved, sketched
+from k3dsl.autotune.study import floor_of
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime.dispatch import planning
@@ -89,3 +90,14 @@ def test_a_sketch_of_inputs_plans_what_the_inputs_plan(op: str) -> None:
 def test_a_sketch_is_drawn_where_its_shape_depends_on_numbers() -> None:
     x = torch.tensor([1.0, 0.0, 2.0])
     assert sketched(lambda: {"o": x[x.nonzero().flatten().tolist()]})["o"].tolist() == [1, 2]
+
+
+def test_the_floor_counts_what_a_call_on_packed_sequences_moves() -> None:
+    """Two sequences of 64 tokens, 2 heads of 128 in bf16: q, k, v, g read and o written once, and the factors and states."""
+    op = get_op("kda.forward")
+    dims = {**{d.name: d.default for d in op.dims}, "T": 128, "H": 2, "N": 2}
+    packed = floor_of(op, dims, op.resolve_options({"varlen": True}), "triton", 1e-6)  # at 1000 bytes/s, a byte a ms
+    whole = floor_of(op, {**dims, "N": 1}, op.resolve_options({}), "triton", 1e-6)
+    streams = 5 * 128 * 2 * 128 * 2
+    assert packed > whole > streams
+    assert packed < 4 * whole
