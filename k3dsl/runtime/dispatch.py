@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from k3dsl import settings
-from k3dsl.errors import ArgumentError, BuildError, LegalityError, ResourceError
+from k3dsl.errors import ArgumentError, BuildError, LaunchError, LegalityError, ResourceError
 from k3dsl.ir.symbols import Sym
 from k3dsl.runtime.executable import Call, Executable, watching
 from k3dsl.runtime.op import Op, Point, forced_for, forced_key
@@ -237,8 +237,13 @@ class Dispatcher:
         if choice is not None:
             try:
                 return self._with(choice, *how), choice.knobs
-            except (LegalityError, ResourceError, BuildError) as error:
-                log.warning("%s: tuned settings do not build here, its default is used: %s", problem.op.name, error)
+            except (
+                LegalityError,
+                ResourceError,
+                BuildError,
+                LaunchError,
+            ) as error:  # such as TileLang's code without nvcc
+                log.warning("%s: tuned settings do not run here, its default is used: %s", problem.op.name, error)
         backend = "triton" if problem.wanted == "auto" else problem.wanted
         on_cpu = computes_on_cpu(problem.device)
         choice = Choice(problem.op.default_knobs(problem.options, problem.dims, on_cpu), None, backend)

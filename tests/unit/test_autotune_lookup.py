@@ -249,7 +249,8 @@ def test_a_setting_that_cannot_be_read_does_not_stop_a_call(tmp_path, monkeypatc
         assert softmax_knobs(24)
 
 
-def test_settings_that_do_not_build_fall_back_to_the_default(monkeypatch):
+@pytest.mark.parametrize("error", [k3dsl.errors.ResourceError, k3dsl.errors.BuildError, k3dsl.errors.LaunchError])
+def test_settings_that_do_not_build_or_load_fall_back_to_the_default(error, monkeypatch):
     op = get_op("softmax")
     chosen = op.resolve_knobs({"rows": 4})
     monkeypatch.setattr(dispatch, "_provider", lambda p: dispatch.Choice(chosen, None, "triton"))
@@ -257,7 +258,7 @@ def test_settings_that_do_not_build_fall_back_to_the_default(monkeypatch):
 
     def refusing(self, dims, knobs, options, strides, device, schedules=None, backend=None):
         if backend == "triton":
-            raise k3dsl.errors.ResourceError("too much shared memory")
+            raise error("too much shared memory, no TileLang, no nvcc")
         return made(self, dims, knobs, options, strides, device, schedules, backend)
 
     monkeypatch.setattr(dispatch.Dispatcher, "__call__", refusing)
