@@ -393,6 +393,9 @@ def serve(connection: Connection, target: str | None) -> None:
     """Runs in a process of the pool: builds one candidate after another; None asks whether it is ready."""
     import k3dsl.runtime.executable  # noqa: F401  the imports take seconds, and belong to no candidate
 
+    def tell(step: str) -> None:
+        connection.send(("step", step))
+
     while True:
         asked = connection.recv()
         if asked is None:
@@ -400,7 +403,6 @@ def serve(connection: Connection, target: str | None) -> None:
             continue
         candidate, part = asked
         if part is not None:
-            tell = lambda step: connection.send(("step", step))  # noqa: E731
             connection.send(("done", build_cases(candidate, target, part, tell)))
             continue
 
@@ -408,7 +410,7 @@ def serve(connection: Connection, target: str | None) -> None:
             connection.send(("lowered", dict(sources)))
             return bool(connection.recv())
 
-        outcome = build_candidate(candidate, target, lambda step: connection.send(("step", step)), wanted)
+        outcome = build_candidate(candidate, target, tell, wanted)
         if outcome is not None:
             connection.send(("done", outcome))
 
@@ -533,8 +535,7 @@ def source_digest(launch: Any, source: Any) -> str:
 
     smaller: what is built where the first schedule does not fit decides too.
     """
-    told = f"{source.backend}\n{source.name}\n{source.args}\n{sorted(source.options.items())}\n{source.text}"
-    return _digest(told.encode(), f"{_host_side(launch)}\n{launch.smaller!r}")
+    return _digest(source.told.encode(), f"{_host_side(launch)}\n{launch.smaller!r}")
 
 
 def _host_side(launch: Any) -> str:

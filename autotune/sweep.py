@@ -211,6 +211,7 @@ class _Sweep:
                         ahead = self._begin(left(len(batch.proposals)))
                     self._run_batch(batch)
                 finally:
+                    batch.stop()
                     if self.stopped is not None and ahead is not None:
                         ahead.stop()
             elif not self.search.left():
@@ -248,17 +249,14 @@ class _Sweep:
             else:
                 new.append(proposal)
         if self._near_floor() or not new:
-            batch.stop()
             return
         if self.state.trials and self._out_of_time():
             self.stopped = self._budget_text()
-            batch.stop()
             return
         try:
             if batch.building is not None:
                 self._run_built(batch.mine, batch.building, done)
         finally:
-            batch.stop()
             for proposal in batch.proposals:
                 if proposal.key in done:
                     self._keep(done[proposal.key])

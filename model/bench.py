@@ -17,7 +17,7 @@ from k3dsl.model.generate import DecodeStep
 from k3dsl.ops.common import dtype_name, fail
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime.executable import Call, watching
-from k3dsl.runtime.timing import copy_gbps, measure, plan_traffic
+from k3dsl.runtime.timing import copy_gbps, measure, measure_graph, plan_traffic
 
 if TYPE_CHECKING:
     from k3dsl.model.network import KimiK3ForCausalLM
@@ -296,9 +296,6 @@ def _time_alone(call: Call, device: torch.device, rep_ms: int) -> float:
         for launch in call.executable.launches:
             launch.run(call.tensors, call.dims)
 
-    if device.type != "cuda":
-        return measure(run, device, rep_ms=rep_ms).median_ms
-    graph = torch.cuda.CUDAGraph()  # small launches take the GPU less time than they take the host
-    with torch.cuda.graph(graph):
-        run()
-    return measure(graph.replay, device, warmup_ms=max(1, rep_ms // 4), rep_ms=rep_ms).median_ms
+    # small launches take the GPU less time than they take the host
+    replayed = measure_graph(run, device, warmup_ms=max(1, rep_ms // 4), rep_ms=rep_ms)
+    return (replayed or measure(run, device, rep_ms=rep_ms)).median_ms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from k3dsl.ops.matmul import reference as matmul_reference
 from k3dsl.ops.rmsnorm import reference as rmsnorm_reference
 from k3dsl.ops.segment_sum import reference as segment_reference
 from k3dsl.ops.softmax import reference as softmax_reference
+from k3dsl.runtime.op import Op
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {BF16: 3e-3, F16: 4e-4, F32: 2e-6}
@@ -26,6 +27,21 @@ class Example:
 
     name: str
     run: Callable[[str, int], tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], float]]
+
+
+def drawn(op: Op, dims: Mapping[str, int], device: str, seed: int) -> dict[str, Any]:
+    """Inputs of an op of the registry at these dims, those of a CPU for the rest."""
+    assert op.inputs is not None
+    known = op.resolve_dims({**op.cpu_dims, **dims})
+    return op.inputs(known, op.resolve_options({}), torch.device(device), seed)
+
+
+def called(op: Op, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The outputs, and the inputs that the call changed."""
+    given = op.fresh(inputs)
+    assert op.call is not None
+    out = op.call(**given)
+    return {n: x for n, x in {**out, **{f"{n} after": given.get(n) for n in op.mutates}}.items() if x is not None}
 
 
 def numbers(*shape: int, dtype: torch.dtype = F32, device: str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -57,6 +57,11 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
     ir_hash: str = ""
 
+    @property
+    def told(self) -> str:
+        """The code with all that its toolchain is told, as one text: equal for what gives equal machine code for a target."""
+        return f"{self.backend}\n{self.name}\n{self.args}\n{sorted(self.options.items())}\n{self.text}"
+
 
 MATRIX_FAMILIES = ("wgmma", "mma.sync", "tcgen05", "mfma")
 

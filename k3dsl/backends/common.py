@@ -75,8 +75,7 @@ def one_at_a_time(source: Source, target: str) -> Iterator[None]:
     Whoever waits finds in the cache what the first one built. A process that ends lets go. Where the cache's folder cannot
     be locked, nothing waits.
     """
-    told = f"{source.backend}\n{target}\n{source.args}\n{sorted(source.options.items())}\n{source.text}"
-    digest = hashlib.sha256(told.encode()).hexdigest()
+    digest = hashlib.sha256(f"{target}\n{source.told}".encode()).hexdigest()
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder = Path(settings.get("K3DSL_CACHE_DIR")) / "locks"

@@ -55,7 +55,9 @@ def measure(call: Callable[[], Any], device: torch.device | str, *, warmup_ms: i
     return Timing(statistics.median(samples), low, high, CPU_TIMER, samples[0])
 
 
-def measure_graph(call: Callable[[], Any], device: torch.device | str, *, rep_ms: int = 200) -> Timing | None:
+def measure_graph(
+    call: Callable[[], Any], device: torch.device | str, *, warmup_ms: int = 50, rep_ms: int = 200
+) -> Timing | None:
     """Times the replay of a CUDA graph of one call that is compiled already: what the GPU takes without the host.
 
     None on the CPU, and for a call that cannot be captured.
@@ -72,7 +74,7 @@ def measure_graph(call: Callable[[], Any], device: torch.device | str, *, rep_ms
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
             torch.cuda.synchronize()
             return None
-        return replace(measure(graph.replay, device, rep_ms=rep_ms), timer=GRAPH_TIMER)
+        return replace(measure(graph.replay, device, warmup_ms=warmup_ms, rep_ms=rep_ms), timer=GRAPH_TIMER)
 
 
 HOST_CALLS = 20

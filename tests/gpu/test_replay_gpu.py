@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from op_examples import called, drawn
 
 from k3dsl import ops
 from k3dsl.ops.registry import get_op, op_names
 from k3dsl.runtime.executable import recording
-from k3dsl.runtime.op import Op
 from k3dsl.runtime.timing import host_us
 
 pytestmark = pytest.mark.gpu
@@ -28,25 +26,12 @@ DIMS: dict[str, dict[str, int]] = {
 MOST_US = {"kda.decode": 60, "kda.step": 65, "rmsnorm": 40, "gated_rmsnorm": 40, "softmax": 40, "moe.situ": 40}
 
 
-def drawn(op: Op, seed: int) -> dict[str, Any]:
-    dims = op.resolve_dims({**op.cpu_dims, **DIMS.get(op.name, {})})
-    assert op.inputs is not None
-    return op.inputs(dims, op.resolve_options({}), torch.device("cuda"), seed)
-
-
-def called(op: Op, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    given = op.fresh(inputs)
-    assert op.call is not None
-    out = op.call(**given)
-    return {n: x for n, x in {**out, **{f"{n} after": given.get(n) for n in op.mutates}}.items() if x is not None}
-
-
 @pytest.mark.parametrize("name", op_names())
 def test_a_call_again_gives_every_bit_of_the_long_way(name: str) -> None:
     op = get_op(name)
     for seed in (0, 1):
-        called(op, drawn(op, seed))
-    inputs = drawn(op, 2)
+        called(op, drawn(op, DIMS.get(op.name, {}), "cuda", seed))
+    inputs = drawn(op, DIMS.get(op.name, {}), "cuda", 2)
     again = called(op, inputs)
     with recording():  # goes the long way
         expected = called(op, inputs)
@@ -58,7 +43,7 @@ def test_a_call_again_gives_every_bit_of_the_long_way(name: str) -> None:
 @pytest.mark.parametrize("name", op_names())
 def test_the_host_enqueues_a_call_in_a_few_tens_of_us(name: str) -> None:
     op = get_op(name)
-    inputs = op.fresh(drawn(op, 0))
+    inputs = op.fresh(drawn(op, DIMS.get(op.name, {}), "cuda", 0))
     call = op.call
     assert call is not None
     with torch.inference_mode():

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from k3dsl.backends.base import Source
 from k3dsl.backends.common import one_at_a_time
 
 
-def source(text: str) -> Any:
-    return SimpleNamespace(backend="triton", args=(), options={}, text=text)
+def source(text: str) -> Source:
+    return Source("triton", "kernel", text, ())
 
 
 def most_at_once(*wanted: tuple[str, str], together: bool = False) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_examples import called, drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import k3dsl
@@ -105,24 +106,10 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundLaunch, "fixed", fixed)
 
 
-def drawn(op: Op, seed: int) -> dict[str, Any]:
-    dims = op.resolve_dims({**op.cpu_dims, **SMALL[op.name]})
-    assert op.inputs is not None
-    return op.inputs(dims, op.resolve_options({}), torch.device("cpu"), seed)
-
-
-def called(op: Op, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The outputs, and the inputs that the call changed."""
-    given = op.fresh(inputs)
-    assert op.call is not None
-    out = op.call(**given)
-    return {n: x for n, x in {**out, **{f"{n} after": given.get(n) for n in op.mutates}}.items() if x is not None}
-
-
 def agree(op: Op) -> None:
     for seed in (0, 1):
-        called(op, drawn(op, seed))
-    inputs = drawn(op, 2)
+        called(op, drawn(op, SMALL[op.name], "cpu", seed))
+    inputs = drawn(op, SMALL[op.name], "cpu", 2)
     again = called(op, inputs)
     with recording():
         expected = called(op, inputs)
@@ -150,7 +137,7 @@ def test_launches_by_address_get_the_same_tensors(name: str, replays: list[str])
 
 
 def decode_inputs() -> dict[str, Any]:
-    return drawn(get_op("kda.decode"), 0)
+    return drawn(get_op("kda.decode"), SMALL["kda.decode"], "cpu", 0)
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +188,7 @@ def test_numbers_that_are_equal_but_of_other_types_are_other_calls() -> None:
 
 
 def test_page_tables_and_lengths_are_looked_at_in_every_call(replays: list[str]) -> None:
-    inputs = drawn(get_op("mla.decode"), 0)
+    inputs = drawn(get_op("mla.decode"), SMALL["mla.decode"], "cpu", 0)
     for _ in range(3):
         ops.mla_decode(**inputs)
     assert replays == ["_ByTensors"]
@@ -236,7 +223,7 @@ def test_parts_of_a_fused_tensor_are_found_wherever_they_lie(replays: list[str])
 
 
 def test_queries_in_two_parts_are_joined_anew_whether_or_not_they_are_neighbours() -> None:
-    inputs = drawn(get_op("mla.prefill"), 0)
+    inputs = drawn(get_op("mla.prefill"), SMALL["mla.prefill"], "cpu", 0)
     q = inputs.pop("q")
     with recording():
         expected = ops.mla_prefill(q, **inputs)
