@@ -1,4 +1,4 @@
-"""Inputs for candidates: those at a sweep's own dims drawn once and copied, and shapes alone for building without a GPU."""
+"""Inputs for candidates: those at a sweep's own dims drawn once and copied, and the calls that shapes alone make."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import Call
 from k3dsl.runtime.op import Op, defaults_only, forced
+from k3dsl.runtime.sketch import sketched
 
 KEEP_ABOVE_S = 0.5
 """Inputs that are drawn sooner are drawn again; many ops draw on the GPU itself, in no time."""
@@ -67,18 +67,6 @@ def moved(x: Any, device: torch.device | str, copied: dict[int, torch.Tensor]) -
     return there.set_(bytes_there.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
-def sketched(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Tensors laid out like the inputs that `make` draws on the CPU, for calls that are planned (see dispatch.planning).
-
-    Their memory is never touched, unless what is drawn depends on what was drawn before: then it is drawn."""
-    try:
-        with FakeTensorMode():
-            drawn = make()
-    except Exception:  # torch raises what it likes where a shape depends on numbers
-        return dict(make())
-    return {name: _outline(x) for name, x in drawn.items()}
-
-
 def planned_calls(
     op: Op, draw: Callable[[], Mapping[str, Any]], backend: str, settings: Mapping[str, Any]
 ) -> list[Call]:
@@ -92,16 +80,3 @@ def planned_calls(
         # whoever runs it gives it a copy of what it changes
         op.call(**{n: torch.empty_like(x) if n in op.mutates and x is not None else x for n, x in inputs.items()})
     return calls
-
-
-def _outline(x: Any) -> Any:
-    if isinstance(x, list | tuple):
-        return type(x)(map(_outline, x))
-    if not isinstance(x, torch.Tensor):
-        return x
-    offset = x.storage_offset()
-    reach = offset + (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0)
-    memory = torch.empty(reach, dtype=x.dtype)
-    if not x.dtype.is_floating_point:
-        memory.zero_()  # an index that somebody follows
-    return memory.as_strided(x.shape, x.stride(), offset)

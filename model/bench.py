@@ -293,8 +293,7 @@ def _timing_ops(device: torch.device, rep_ms: int) -> Iterator[dict[str, OpTime]
 
 def _time_alone(call: Call, device: torch.device, rep_ms: int) -> float:
     def run() -> None:
-        for launch in call.executable.launches:
-            launch.run(call.tensors, call.dims)
+        call.executable.run(call.tensors, call.dims)
 
     # small launches take the GPU less time than they take the host
     replayed = measure_graph(run, device, warmup_ms=max(1, rep_ms // 4), rep_ms=rep_ms)

@@ -41,7 +41,7 @@ def run_command(
 ) -> None:
     """Check an op against its fp64 reference: the op's own cases, or with --dims or an option set, one case for those.
 
-    Outputs are filled with NaN before each call where torch allocates them. Exit status 1 when a case fails.
+    Outputs are filled with NaN before each call where torch allocates them. Exit status 1 when a case fails. Ctrl-C ends it early, with what is known by then.
     """
     from k3dsl.ops.registry import get_op
     from k3dsl.runtime.dispatch import choose_backend, using_backend
@@ -67,7 +67,12 @@ def run_command(
     }
     own = jobs > 1 and not given and not options
     judged = judge_in_processes(chosen, cases, jobs, **how) if own else judge(chosen, found, **how)
-    verdicts = list(_progress(judged, len(found)))
+    verdicts: list[Any] = []
+    try:
+        for verdict in _progress(judged, len(found)):
+            verdicts.append(verdict)
+    except KeyboardInterrupt:  # what is known by then is told
+        print(f"interrupted after {len(verdicts)} of {len(found)} cases", file=sys.stderr)
     failed = [v for v in verdicts if not v.passed]
     with using_backend(backend):
         used = choose_backend(device)
@@ -78,6 +83,7 @@ def run_command(
         "cases": [v.to_json() for v in verdicts],
         "passed": len(verdicts) - len(failed),
         "failed": len(failed),
+        "not_run": len(found) - len(verdicts),
     }
     if output is not None:
         write_json(output, report)
@@ -99,6 +105,8 @@ def run_command(
         print(f"{report['passed']} of {len(verdicts)} cases pass; {repeats} calls each, compared bit for bit")
     if failed:
         raise typer.Exit(1)
+    if report["not_run"]:
+        raise typer.Exit(130)
 
 
 def _progress(verdicts: Iterator[Any], total: int) -> Iterator[Any]:

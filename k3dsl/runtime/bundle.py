@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,8 @@ from k3dsl.errors import ArgumentError, BundleError, LaunchError, ParseError, Un
 from k3dsl.ir.symbols import Expr, Sym, parse_expr
 from k3dsl.ir.types import DTYPES
 from k3dsl.runtime.extents import expression, solve, where_dims_are
+from k3dsl.runtime.lanes import Enqueue, Lanes
+from k3dsl.runtime.plan import Step
 from k3dsl.targets import Target, arch_of, get_target
 
 if TYPE_CHECKING:
@@ -122,6 +125,8 @@ class Bundle:
         except UnknownNameError as error:
             raise BundleError(f"{folder} is for a target that this k3dsl does not know: {error.message}") from None
         self.facts = {name: Sym(name, **facts) for name, facts in metadata["dims"]["runtime"].items()}
+        given_by_steps = {name for step in metadata["steps"] for name in step["dims"]}
+        self._symbols: dict[str, int | Sym] = {**self.facts, **{name: Sym(name) for name in given_by_steps}}
         self.buffers = {b["name"]: self._buffer(b) for b in metadata["buffers"]}
         self._callers = [b for b in self.buffers.values() if b.role != "scratch"]
         self._made = [b for b in self.buffers.values() if b.role in ("out", "scratch")]
@@ -130,10 +135,16 @@ class Bundle:
         self._strides = {b.name: expression(b.strides) for b in self._callers if b.strides is not None}
         self._where = where_dims_are([b for b in self._callers if b.role != "out"])
         self._launches = [_BundleLaunch(launch, self._read, files) for launch in metadata["launches"]]
+        steps = [
+            Step(s["launch"], {n: self._read(e) for n, e in s["dims"].items()}, s["lane"], tuple(s["after"]))
+            for s in metadata["steps"]
+        ]
+        self._lanes = Lanes(steps)
+        self._steps = [(s.launch, tuple(s.dims), expression(tuple(s.dims.values()))) for s in steps]
         self._kernels: dict[int, list[DriverKernel | HostCallKernel]] = {}
 
     def _read(self, text: str) -> Expr:
-        return parse_expr(text, self.facts)
+        return parse_expr(text, self._symbols)
 
     def _buffer(self, data: Mapping[str, Any]) -> BundleBuffer:
         strides = data["strides"]
@@ -165,9 +176,14 @@ class Bundle:
         for b in self._made:
             if b.name not in tensors:
                 tensors[b.name] = torch.empty(self._extents[b.name](dims), dtype=b.dtype, device=device)
-        for launch, kernel in zip(self._launches, kernels, strict=True):
-            x, y, z = (*launch.grid(dims), 1, 1)[:3]
-            kernel((x, y, z), [tensors[n] if kind == 0 else dims[n] if kind == 1 else n for kind, n in launch.getters])
+        enqueue: list[Enqueue] = []
+        for number, names, values in self._steps:
+            launch = self._launches[number]
+            own = {**dims, **dict(zip(names, values(dims), strict=True))}
+            x, y, z = (*launch.grid(own), 1, 1)[:3]
+            args = [tensors[n] if kind == 0 else own[n] if kind == 1 else n for kind, n in launch.getters]
+            enqueue.append(partial(kernels[number], (x, y, z), args))
+        self._lanes.run(device, enqueue)
         return {name: tensors[name] for name in self._outputs}
 
     def _checked_tensors(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from k3dsl.ir.types import DType
 from k3dsl.ir.verifier import verify
 from k3dsl.runtime import executable
 from k3dsl.runtime.bundle import FORMAT, METADATA, SCHEMA, read_metadata
-from k3dsl.runtime.plan import Buffer, Launch, Plan
+from k3dsl.runtime.plan import Buffer, Launch, Plan, Step
 from k3dsl.targets import Target, get_target
 
 
@@ -126,6 +126,7 @@ def describe_plan(plan: Plan, target: Target, built: list[tuple[Launch, Artifact
         "options": {n: plain(v) for n, v in plan.options.items()},
         "buffers": [_buffer(b) for b in plan.buffers.values()],
         "launches": [_launch(launch, artifact) for launch, artifact in built],
+        "steps": [_step(step) for step in plan.order()],
         "toolchain": toolchain,
     }
 
@@ -171,6 +172,11 @@ def _launch(launch: Launch, artifact: Artifact) -> dict[str, Any]:
             "binary": f"{launch.label}.{artifact.format}",
         },
     }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    dims = {n: str(e) for n, e in step.dims.items()}
+    return {"launch": step.launch, "dims": dims, "lane": step.lane, "after": list(step.after)}
 
 
 def plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from k3dsl.ir.identity import kernel_hash
 from k3dsl.runtime import backends, lock
 from k3dsl.runtime.backends import BACKENDS as BACKENDS
 from k3dsl.runtime.extents import expression
+from k3dsl.runtime.lanes import Lanes
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target, get_target
 
@@ -74,6 +76,10 @@ def fitted(launch: Launch, target: Target) -> tuple[Launch, Artifact]:
         raise
 
 
+RunWith = Callable[..., None]
+"""run(tensors, dims, scalars, stream=None)"""
+
+
 class BoundLaunch:
     """One launch made ready: how to get each argument, and what to call."""
 
@@ -88,7 +94,7 @@ class BoundLaunch:
             from k3dsl.backends.torch.evaluate import Evaluator
 
             self.evaluator = Evaluator(self.kernel, check=bool(settings.get("K3DSL_CHECK")))
-            self.run_with: Callable[[Mapping[str, Any], Mapping[str, int], Mapping[str, Any]], None] = self._run_torch
+            self.run_with: RunWith = self._run_torch
             return
         if target is None:
             raise ArgumentError("a generated backend needs a GPU target", fix="pass target='sm_90a' or the like")
@@ -104,12 +110,16 @@ class BoundLaunch:
                 self.getters.append((1, arg.name))
         self.run_with = self._run_gpu
 
-    def run(self, tensors: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-        """Launches with the scalars that the plan gives."""
-        self.run_with(tensors, dims, self.launch.scalars)
+    def run(self, tensors: Mapping[str, Any], dims: Mapping[str, int], stream: int | None = None) -> None:
+        """Launches with the scalars that the plan gives, on torch's current stream or a raw one."""
+        self.run_with(tensors, dims, self.launch.scalars, stream)
 
     def _run_torch(
-        self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], scalars: Mapping[str, float]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dims: Mapping[str, int],
+        scalars: Mapping[str, float],
+        stream: int | None = None,
     ) -> None:
         self.evaluator(
             {parameter: tensors[buffer] for parameter, buffer in self.names},
@@ -118,7 +128,11 @@ class BoundLaunch:
         )
 
     def _run_gpu(
-        self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], scalars: Mapping[str, float]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dims: Mapping[str, int],
+        scalars: Mapping[str, float],
+        stream: int | None = None,
     ) -> None:
         args = [tensors[n] if kind == 0 else dims[n] if kind == 1 else scalars[n] for kind, n in self.getters]
         x, y, z = (*self.grid(dims), 1, 1)[:3]
@@ -128,7 +142,7 @@ class BoundLaunch:
                 f"{MAX_GRID_YZ}",
                 fix="split the call (a sequence: carry its state), or use larger tiles",
             )
-        self.launcher((x, y, z), args)
+        self.launcher((x, y, z), args, stream)
 
     def fixed(
         self, dims: Mapping[str, int]
@@ -232,17 +246,42 @@ class Executable:
             if b.role in ("scratch", "out")
         ]
         self.outputs = [b.name for b in plan.buffers.values() if b.role in ("out", "inout")]
+        order = plan.order()
+        self.lanes = Lanes(order)
+        self._steps = [(step.launch, tuple(step.dims), expression(tuple(step.dims.values()))) for step in order]
+
+    def steps(self, dims: Mapping[str, int]) -> list[tuple[BoundLaunch, Mapping[str, int]]]:
+        """What a call runs, in order: launches, and the dims that each is given."""
+        return [
+            (self.launches[number], {**dims, **dict(zip(names, values(dims), strict=True))} if names else dims)
+            for number, names, values in self._steps
+        ]
+
+    def run(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
+        """Runs every step on tensors that are all there, scratch included."""
+        steps = self.steps(dims)
+        if self.lanes.several and self.device.type == "cuda":
+            self.lanes.run(self.device, [partial(launch.run, tensors, own) for launch, own in steps])
+            return
+        for launch, own in steps:
+            launch.run(tensors, own)
+
+    def run_alone(self, launch: BoundLaunch, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> None:
+        """Runs the steps of one launch, one after the other, on the current stream."""
+        for bound, own in self.steps(dims):
+            if bound is launch:
+                bound.run(tensors, own)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Runs every launch on the current stream. No check of shapes: the op's own function did that."""
+        """Runs every step on the current stream and lanes that join it. No check of shapes: the op's own function did that."""
         held = dict(tensors)
         for name, shape, dtype in self.made:
             if name not in held:
                 held[name] = _allocate(name, shape(dims), dtype, self.device)
                 if not self.launched and not dtype.is_floating_point:
                     held[name].zero_()  # an index that somebody follows
-        for launch in self.launches:
-            launch.run(held, dims)
+        if self.launched:
+            self.run(held, dims)
         for seen in _watchers:
             seen(Call(self, held, dict(dims)))
         if (note := _note.get()) is not None:

@@ -7,16 +7,22 @@ import multiprocessing
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from k3dsl.errors import ArgumentError, K3Error
-from k3dsl.runtime.dispatch import using_backend
+from k3dsl.ir.identity import kernel_hash
+from k3dsl.runtime.dispatch import choose_backend, current_target, planning, using_backend
+from k3dsl.runtime.executable import fitted
 from k3dsl.runtime.metrics import relative_rms
 from k3dsl.runtime.op import Case, Op, forced
+from k3dsl.runtime.plan import Launch
+from k3dsl.runtime.sketch import sketched
+from k3dsl.targets import get_target
 
 
 @dataclass(frozen=True)
@@ -161,13 +167,45 @@ def judge_in_processes(
     seed: int = 0,
     backend: str | None = None,
 ) -> Iterator[Verdict]:
-    """As `judge` on the op's own cases, in `jobs` processes: compiling dominates, and it runs on one core. In case order."""
-    total = len(cases_of(op, size))
+    """As `judge` on the op's own cases, in `jobs` processes. In case order.
+
+    On a GPU the processes first build what the cases launch, each kernel once: compiling dominates, and it runs on one core."""
+    cases = cases_of(op, size)
+    total = len(cases)
     how: dict[str, Any] = {"device": str(device), "knobs": dict(knobs or {}), "schedules": dict(schedules or {})}
     how |= {"repeats": repeats, "seed": seed, "backend": backend}
     tasks = [(op, size, n, how) for n in range(total)]
     with multiprocessing.get_context("spawn").Pool(min(jobs, max(1, total))) as pool:
+        target = current_target(torch.device(device))
+        if target is not None:
+            ahead = [(launch, target.name) for launch in planned_launches(op, cases, how)]
+            for _ in pool.imap_unordered(_build_task, ahead):
+                pass
         yield from pool.imap(_judge_task, tasks, chunksize=max(1, total // (jobs * 8)))
+
+
+def planned_launches(op: Op, cases: Iterable[Case], how: Mapping[str, Any]) -> list[Launch]:
+    """What `judge` would launch on a GPU for the cases, each once. how: its keyword arguments.
+
+    A case that raises when it is only planned is left to `judge`."""
+    assert op.call is not None
+    found: dict[tuple[str, str, str], Launch] = {}
+    backend = how["backend"] or choose_backend(torch.device(how["device"]))
+    for case in cases:
+        with suppress(Exception), torch.inference_mode(), planning(backend) as calls:
+            inputs = sketched(partial(case.make, "cpu", how["seed"]))
+            with forced(op, how["knobs"], how["schedules"]):
+                op.call(**op.fresh(inputs))
+            for launch in (launch for call in calls for launch in call.executable.plan.launches):
+                found.setdefault((launch.backend, kernel_hash(launch.kernel), repr(launch.schedule)), launch)
+    return list(found.values())
+
+
+def _build_task(task: tuple[Launch, str]) -> None:
+    """Leaves the launch's code in the disk cache. What does not build is told by the verdict of a case that launches it."""
+    launch, target = task
+    with suppress(Exception):
+        fitted(launch, get_target(target))
 
 
 def _judge_task(task: tuple[Any, ...]) -> Verdict:

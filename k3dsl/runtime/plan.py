@@ -46,8 +46,24 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One run of a launch. launch: its number in the plan. dims: of its kernel's dims those that change from step to step, as
+    expressions of the call's.
+
+    lane: steps of one lane run one after the other, lanes beside each other. Lane 0 is the caller's stream; of the work that
+    waits, that of lanes under 0 is taken up first. after: numbers of earlier steps that must have ended, in any lane.
+    """
+
+    launch: int
+    dims: Mapping[str, Expr] = field(default_factory=dict)
+    lane: int = 0
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All launches of one op call, in order. dims: static values and runtime symbols."""
+    """All launches of one op call, in order. dims: static values and runtime symbols. steps: how the launches are run; when
+    there are none, each once."""
 
     op: str
     dims: Mapping[str, int | Sym | Expr]
@@ -55,20 +71,41 @@ class Plan:
     launches: tuple[Launch, ...]
     knobs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
 
     def symbols(self) -> dict[str, Sym]:
         """The runtime dims that a call must give or that its tensors' shapes tell."""
         found = {s.name: s for launch in self.launches for s in launch.kernel.dims}
+        for step in self.steps:
+            found = {n: s for n, s in found.items() if n not in step.dims}
+        for step in self.steps:
+            for e in step.dims.values():
+                found.update(e.symbols())
         for b in self.buffers.values():
             for e in (*b.shape, *(b.strides or ())):
                 found.update(e.symbols())
         return found
 
+    def order(self) -> tuple[Step, ...]:
+        """The steps of a call."""
+        return self.steps or tuple(Step(n) for n in range(len(self.launches)))
+
     def outputs(self) -> list[Buffer]:
         return [b for b in self.buffers.values() if b.role in ("out", "inout")]
 
     def check(self) -> None:
-        """Raises ArgumentError when a launch uses a buffer that is missing or of another dtype or shape."""
+        """Raises ArgumentError when a launch uses a buffer that is missing or of another dtype or shape, and when steps leave
+        out a launch, give only some of its runs a dim, or wait for a step that has not begun."""
+        order = self.order()
+        for number, launch in enumerate(self.launches):
+            runs = [step for step in order if step.launch == number]
+            if not runs:
+                raise ArgumentError(f"{self.op}: no step runs launch {launch.label}")
+            if any(set(step.dims) != set(runs[0].dims) for step in runs):
+                raise ArgumentError(f"{self.op}: the steps of launch {launch.label} give it different dims")
+        for number, step in enumerate(order):
+            if any(not 0 <= n < number for n in step.after):
+                raise ArgumentError(f"{self.op}: step {number} waits for {list(step.after)}, which come no earlier")
         for launch in self.launches:
             for tensor in launch.kernel.tensors:
                 name = launch.buffer_of(tensor.name)

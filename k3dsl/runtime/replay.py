@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from k3dsl.runtime import executable
 from k3dsl.runtime.dispatch import ALIGNMENT, backend_override, forgotten_with
 from k3dsl.runtime.executable import Call, Executable
+from k3dsl.runtime.lanes import Enqueue
 from k3dsl.runtime.op import forced_block
 
 P = ParamSpec("P")
@@ -297,7 +298,7 @@ def _again(trace: _Trace, arguments: Sequence[torch.Tensor], result: Any) -> Aga
     steps = [_step(call, sources) for call in trace.calls]
     views: list[_View] = []
     build = _builder(result, sources, views)
-    fixed = [[launch.fixed(step.dims) for launch in step.executable.launches] for step in steps]
+    fixed = [[launch.fixed(own) for launch, own in step.executable.steps(step.dims)] for step in steps]
     if all(launch is not None for launches in fixed for launch in launches):
         run: Again = _ByAddress(steps, fixed, len(arguments), views, build)
     else:
@@ -386,7 +387,7 @@ class _ByAddress:
     ) -> None:
         self.build = build
         self.views = list(views)
-        self.steps: list[tuple[list[tuple[tuple[int, ...], torch.dtype, torch.device]], list[Any]]] = []
+        self.steps: list[tuple[list[tuple[tuple[int, ...], torch.dtype, torch.device]], list[Any], Executable]] = []
         at = {n: (n, 0) for n in range(arguments)}  # of each source: which buffer it is in, and where, in bytes
         count = arguments
         for step, launches in zip(steps, fixed, strict=True):
@@ -413,7 +414,7 @@ class _ByAddress:
                 calls.append(
                     (launcher, grid, args, [(i, buffer, start + offset) for i, buffer, start, offset in found])
                 )
-            self.steps.append((made, calls))
+            self.steps.append((made, calls, step.executable))
         self.views = [replace(view, source=at[view.source][0]) for view in self.views]
 
     def _shape(self, source: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -429,16 +430,22 @@ class _ByAddress:
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
         buffers, starts = [*tensors], [*addresses]
-        for made, launches in self.steps:
+        for made, launches, executable in self.steps:
             for shape, dtype, device in made:
                 buffer = torch.empty(shape, dtype=dtype, device=device)
                 buffers.append(buffer)
                 starts.append(buffer.data_ptr())
+            beside: list[Enqueue] | None = [] if executable.lanes.several else None
             for launcher, grid, fixed, pointers in launches:
                 args = fixed.copy()
                 for place, number, offset in pointers:
                     args[place] = starts[number] + offset
-                launcher(grid, args)
+                if beside is None:
+                    launcher(grid, args)
+                else:
+                    beside.append(partial(launcher, grid, args))
+            if beside is not None:
+                executable.lanes.run(executable.device, beside)
         return self.build([view.of(buffers) for view in self.views])
 
 

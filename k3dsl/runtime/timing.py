@@ -228,7 +228,7 @@ def bench(
 
 
 def launch_times(op: Op, call: Call, rate_gbps: float, rep_ms: int = 200) -> list[LaunchTime]:
-    """Times every launch of a recorded call alone, again and again on the tensors that it left."""
+    """Times every launch of a recorded call alone, all steps of it, again and again on the tensors that it left."""
     plan = call.executable.plan
     moved = (op.traffic_bytes or plan_traffic)(plan, call.dims)
     found = []
@@ -236,7 +236,7 @@ def launch_times(op: Op, call: Call, rate_gbps: float, rep_ms: int = 200) -> lis
         label = launch.launch.label
 
         def run(launch: Any = launch) -> None:
-            launch.run(call.tensors, call.dims)
+            call.executable.run_alone(launch, call.tensors, call.dims)
 
         timing = measure(run, call.executable.device, rep_ms=rep_ms)
         found.append(LaunchTime(label, timing, moved[label], moved[label] / rate_gbps / 1e6))

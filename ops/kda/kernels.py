@@ -11,7 +11,7 @@ gate, k and q normalised, q scaled:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3dsl.language import (
     In,
@@ -32,9 +32,11 @@ from k3dsl.language import (
     kernel,
     loop,
     maximum,
+    minimum,
     program_id,
     reciprocal,
     rsqrt,
+    scalar,
     sigmoid,
     softplus,
     span,
@@ -103,7 +105,7 @@ def norm_scale(c: Any, x: Tile, axis: int, scale: float) -> Any:
     return r * scale if scale != 1.0 else r
 
 
-@kernel(grid=lambda d, c: (d.H, d.chunks, d.B))
+@kernel(grid=lambda d, c: (d.H, d.slice_chunks, d.B))
 def prep(
     d, c,
     q=In("B T HK K"), k=In("B T HK K"), g=In("B T H K"), beta=In("B T H"),
@@ -112,8 +114,10 @@ def prep(
     w=Out("B chunks H C K"), kg=Out("B chunks H C K"), qg=Out("B chunks H C K"),
     x=Out("B chunks H C XC"), aqk=Out("B chunks H C C"), decay=Out("B chunks H K", f32),
 ):  # fmt: skip
-    """The chunk factors of one (head, chunk): everything about a chunk that does not depend on the state."""
-    head, chunk, batch = program_id(0), program_id(1), program_id(2)
+    """The chunk factors of one (head, chunk): everything about a chunk that does not depend on the state.
+
+    It makes those of a slice, `slice_chunks` chunks from number `first`."""
+    head, chunk, batch = program_id(0), d.first + program_id(1), program_id(2)
     factors = anchored_factors if c.gram == "anchor" else level_factors
     out = (w, kg, qg, x, aqk, decay)
     if not c.varlen:
@@ -364,22 +368,38 @@ def scan(
     x=In("B chunks H C XC"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
-    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True), out_of_range=Out("N H V//BV", i32, optional=True),
+    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True), carried=InOut("2 N H V K", f32, optional=True),
+    out_of_range=Out("N H V//BV", i32, optional=True),
 ):  # fmt: skip
     """Carries the state over the chunks of one sequence. It is kept as S^T [BV, K], the register operand of every product.
 
     With fp16 factors the state and R pass through fp16, and out_of_range says whether that could hold them: an overflow
     leaves the state infinite or NaN for good, so its end shows it, and values too small for fp16 show in the largest one.
+
+    Of a sequence cut into slices it does slice number `part`, see `slice_of`.
     """
     block, head, sequence = program_id(0), program_id(1), program_id(2)
+    place = slice_of(d, c, sequence, cu_seqlens, chunk_offsets)
     factors = (w, kg, qg, x, aqk, decay)
-    s0, state, largest = carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence)
-    store_state(c, final_state, state, block, head, sequence)
+
+    def run():
+        s0, state, largest = carry(d, c, v, factors, initial_state, carried, o, place, block, head, sequence)
+        store_end(d, c, final_state, carried, state, place, block, head, sequence)
+        if out_of_range is not None:
+            lost = (~(abs(state) < OVERFLOW)).any(1).any(0)
+            seen = maximum(largest.max(1).max(0), abs(s0).max(1).max(0))
+            small = (seen > 0.0) & (seen < SMALLEST)
+            out_of_range[sequence, head, block] = (lost | small).to(i32)
+
+    if place.here is None:
+        run()
+        return
+    when(place.here)(run)
     if out_of_range is not None:
-        lost = (~(abs(state) < OVERFLOW)).any(1).any(0)
-        seen = maximum(largest.max(1).max(0), abs(s0).max(1).max(0))
-        small = (seen > 0.0) & (seen < SMALLEST)
-        out_of_range[sequence, head, block] = (lost | small).to(i32)
+
+        @when(~place.here)
+        def _():
+            out_of_range[sequence, head, block] = 0
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))
@@ -390,32 +410,85 @@ def rescan(
     x=In("B chunks H C XC"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
-    o=InOut("B T H V"), final_state=InOut("N H SA SB", optional=True),
+    o=InOut("B T H V"), final_state=InOut("N H SA SB", optional=True), carried=InOut("2 N H V K", f32, optional=True),
 ):  # fmt: skip
     """Does again, with tf32 products, the blocks whose values fp16 could not hold; for all others it ends at once."""
     block, head, sequence = program_id(0), program_id(1), program_id(2)
 
     @when(out_of_range[sequence, head, block] != 0)
     def _():
+        place = slice_of(d, c, sequence, cu_seqlens, chunk_offsets)
         factors = (w, kg, qg, x, aqk, decay)
-        _, state, _ = carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence)
-        store_state(c, final_state, state, block, head, sequence)
+        _, state, _ = carry(d, c, v, factors, initial_state, carried, o, place, block, head, sequence)
+        store_end(d, c, final_state, carried, state, place, block, head, sequence)
 
 
-def carry(d, c, v, factors, initial_state, cu_seqlens, chunk_offsets, o, block, head, sequence):
-    """The loop over the chunks of a sequence. Returns the state before and after, and the largest |R|; see over_chunks."""
-    cols = span(block * c.BV, c.BV)
+class Slice(NamedTuple):
+    """The part of a sequence that one scan does. chunk, trips: its first chunk and their number; begin, end: its first row, and
+    the sequence's end where that may cut a chunk. starts, ends: whether the sequence does so in it; here: whether it has any
+    part of the sequence. None: always."""
+
+    batch: Any
+    chunk: Any
+    trips: Any
+    begin: Any
+    end: Any
+    starts: Any = None
+    ends: Any = None
+    here: Any = None
+
+
+def slice_of(d, c, sequence, cu_seqlens, chunk_offsets):
+    """The chunks of a sequence among the `slice_chunks` of all chunks from number `first`: all of them with one slice.
+
+    A slice's state comes from the one before, through `carried`, where slices take turns on two places: a scan that is done
+    again finds what it started from. Chunks are numbered from the start of each sequence, or through all packed ones."""
     if c.varlen:
         begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[sequence + 1].to(i32)
-        batch, first, trips = 0, chunk_offsets[sequence], cdiv(end - begin, c.C)
-    else:
-        batch, first, trips, begin, end = sequence, 0, d.chunks, 0, d.T if c.tail else None
+        chunk, chunks = chunk_offsets[sequence], cdiv(end - begin, c.C)
+        if c.slices == 1:
+            return Slice(0, chunk, chunks, begin, end)
+        skipped = maximum(d.first - chunk, 0)
+        until = minimum(d.first + d.slice_chunks - chunk, chunks)
+        trips = maximum(until - skipped, 0)
+        # an empty sequence is where its first chunk would be
+        starts = (chunk >= d.first) & (chunk < d.first + d.slice_chunks)
+        ends = chunk + chunks <= d.first + d.slice_chunks
+        return Slice(0, chunk + skipped, trips, begin + skipped * c.C, end, starts, ends, starts | (trips > 0))
+    end = d.T if c.tail else None
+    if c.slices == 1:
+        return Slice(sequence, 0, d.chunks, 0, end)
+    part = scalar(d.part)
+    return Slice(sequence, d.first, d.slice_chunks, d.first * c.C, end, part == 0, part == c.slices - 1)
 
+
+def carry(d, c, v, factors, initial_state, carried, o, place, block, head, sequence):
+    """The loop over the chunks of a slice. Returns the state before and after, and the largest |R|; see over_chunks."""
+    cols = span(block * c.BV, c.BV)
     s0 = zeros((c.BV, d.K), f32)
     if initial_state is not None:
         s0 = initial_rows(c, initial_state, sequence, head, cols)
-    state, largest = over_chunks(c, v, factors, o, s0, batch, head, cols, first, trips, begin, end)
+    if place.starts is not None:
+        s0 = where(place.starts, s0, carried[(d.part + 1) % 2, sequence, head, cols])
+    state, largest = over_chunks(
+        c, v, factors, o, s0, place.batch, head, cols, place.chunk, place.trips, place.begin, place.end
+    )
     return s0, state, largest
+
+
+def store_end(d, c, final_state, carried, state, place, block, head, sequence):
+    """Writes the state for the next slice, or after the last one the final state."""
+    if place.ends is None:
+        store_state(c, final_state, state, block, head, sequence)
+        return
+
+    @when(place.ends)
+    def _():
+        store_state(c, final_state, state, block, head, sequence)
+
+    @when(~place.ends)
+    def _():
+        carried[d.part % 2, sequence, head, span(block * c.BV, c.BV)] = state
 
 
 def initial_rows(c, initial_state, sequence, head, cols):

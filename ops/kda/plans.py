@@ -8,16 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from k3dsl.ir.graph import Kernel as IRKernel
-from k3dsl.ir.symbols import Expr, Sym, cdiv, larger
+from k3dsl.ir.symbols import Expr, Sym, cdiv, larger, smaller
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
 from k3dsl.language import TensorSpec
 from k3dsl.ops.common import Settings, launch_of, spec_of, traced
 from k3dsl.ops.kda import fused, kernels, segments
-from k3dsl.runtime.plan import Launch, Plan, buffers_of
+from k3dsl.runtime.plan import Launch, Plan, Step, buffers_of
 
 FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
 BOUNDARIES = ("segment_ends", "transition", "incoming")
 """What the segmented scan keeps of each segment."""
+CARRIED = "carried"
+"""The states between slices."""
+SCAN_LANE = -1
+MOST_CHUNKS = 1 << 27
+"""Of 2^31 rows, 16 to a chunk."""
 FLAGS = ("out_of_range", "end_out_of_range")
 Dims = Mapping[str, Any]
 Schedules = Mapping[str, Mapping[str, Any]]
@@ -58,6 +63,7 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "split": factors == f16 and io == bf16,
         "wide": False,
         "segments": knobs["segments"],
+        "slices": knobs["slices"],
         "BM": min(knobs["block_v"], dims["K"]),
         "maps": knobs["maps"],
         "map_precision": knobs["map_precision"],
@@ -106,6 +112,11 @@ def forward(
         sequences = Expr.of(dims["N"])
         # packed sequences share the segments, and the last one of each may be short
         d["segments"] = plain(sequences + knobs["segments"] if options["varlen"] else sequences * knobs["segments"])
+    if knobs["slices"] > 1:
+        names = {"first": MOST_CHUNKS, "slice_chunks": MOST_CHUNKS, "part": knobs["slices"] - 1}
+        d |= {name: Sym(name, max=most) for name, most in names.items()}
+    else:
+        d |= {"first": 0, "slice_chunks": d["chunks"]}
     io = options["dtype"]
     stored = dict.fromkeys(FACTORS[:-1], c["factors"]) | ({"x": bf16} if c["split"] else {})
     offsets = {"cu_seqlens": options["cu_dtype"]} if options["varlen"] else {}
@@ -119,6 +130,7 @@ def forward(
         **({"chunk_table": i32, "chunk_offsets": i32, "segment_table": i32, "segment_offsets": i32} if offsets else {}),
         **dict.fromkeys(BOUNDARIES, f32),
         **dict.fromkeys(FLAGS, i32),
+        **({CARRIED: f32} if knobs["slices"] > 1 else {}),
         "o": io,
     }
     if options["initial_state"] is not None:
@@ -126,11 +138,31 @@ def forward(
     if options["final_state"] is not None:
         types["final_state"] = options["final_state"]
     launches = (one_kernel if knobs["form"] == "one" else two_passes)(d, c, types, backend, schedules or {})
-    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS))
+    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS, CARRIED))
     for name in ("o", "final_state"):
         if name in buffers:
             buffers[name] = replace(buffers[name], role="out")
-    return Plan("kda.forward", d, buffers, tuple(launches), knobs, options)
+    steps = in_slices(d, knobs["slices"], len(launches)) if knobs["slices"] > 1 else ()
+    return Plan("kda.forward", d, buffers, tuple(launches), knobs, options, steps)
+
+
+def in_slices(d: Dims, slices: int, launches: int) -> tuple[Step, ...]:
+    """prep of every slice, and the scan of each once its prep and the scan before it have ended.
+
+    The scan's chain is what a call waits for in the end, so its lane goes first; preps take turns on two lanes, so that one
+    begins while the last programs of the one before it run."""
+    chunks = Expr.of(d["chunks"])
+    length = cdiv(chunks, slices)
+    steps: list[Step] = []
+    for part in range(slices):
+        first = smaller(length * part, chunks)
+        own = {"first": first, "slice_chunks": smaller(length, chunks - first)}
+        prep = len(steps)
+        steps.append(Step(0, own, lane=part % 2))
+        own["part"] = Expr.of(part)
+        for launch in range(1, launches):
+            steps.append(Step(launch, own, lane=SCAN_LANE, after=(prep,) if launch == 1 else ()))
+    return tuple(steps)
 
 
 def plain(extent: int | Sym | Expr) -> int | Expr:

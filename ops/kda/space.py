@@ -17,6 +17,7 @@ LEAST_CHUNKS = 16
 """Chunks of a segment at least; the fold's step is about as long as a few chunks of the scan."""
 SEGMENTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 22, 32)
 """Choices of how many parts a sequence is cut into; between 8 and 32 those that fill 264 places from 24, 16, 12 and 8."""
+SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 _HEADS = (
     Dim("H", 96, "value heads", static=True),
@@ -68,6 +69,8 @@ def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
         reasons.append("map_precision is for segments; a scan in one piece has no maps")
     if options["dtype"] == f32 and knobs["map_precision"] == "tf32":
         reasons.append("map_precision tf32 is coarser than fp32 inputs ask for")
+    if knobs["slices"] > 1 and (knobs["segments"] > 1 or knobs["form"] == "one"):
+        reasons.append("slices are of a scan in one piece that follows prep: set segments=1 and form=two")
     if knobs["form"] == "one" and knobs["segments"] > 1:
         reasons.append(
             "form one carries a whole sequence; segments need the factors that form two keeps: set segments=1"
@@ -147,6 +150,7 @@ FORWARD = Op(
             "ends and transitions of segments as two kernels or one; nothing without segments",
         ),
         Knob("map_precision", ("factors", "tf32"), "factors", "products of the segments' maps"),
+        Knob("slices", SLICES, 1, "parts in time: the scan of one beside prep of those after it"),
     ),
     options=(
         *_COMMON,

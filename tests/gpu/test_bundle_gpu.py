@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,17 +52,29 @@ def decode(folder: Path, dims: dict[str, int]) -> tuple[dict[str, torch.Tensor],
     return given, {"o": expected["o"].squeeze(1), "state": expected["state"]}
 
 
-def forward(folder: Path, dims: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def forward(
+    folder: Path, dims: dict[str, int], settings: dict[str, Any] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     op = get_op("kda.forward")
-    save(op.point(dims, {}, symbolic=True).plan("triton"), detect(), folder)
+    save(op.point(dims, settings or {}, symbolic=True).plan("triton"), detect(), folder)
     kwargs = op.inputs(op.resolve_dims(dims), op.resolve_options({}), "cuda", 0)
     given = {n: kwargs[n] for n in ("q", "k", "v", "g", "beta", "A_log")}
     return given | {"dt_bias": kwargs["dt_bias"].view(dims["H"], -1)}, op.call(**kwargs)
 
 
+def sliced(folder: Path, dims: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Slices on streams of their own; the op in one piece has the same bits."""
+    return forward(folder, dims, {"slices": 3, "segments": 1})
+
+
 @pytest.mark.parametrize(
     ("write", "dims"),
-    [(decode, {"B": 5, "H": 4}), (forward, {"B": 2, "T": 200, "H": 3}), (forward, {"B": 1, "T": 256, "H": 3})],
+    [
+        (sliced, {"B": 1, "T": 1024, "H": 3}),
+        (decode, {"B": 5, "H": 4}),
+        (forward, {"B": 2, "T": 200, "H": 3}),
+        (forward, {"B": 1, "T": 256, "H": 3}),
+    ],
 )
 def test_a_bundle_gives_what_the_op_gives_without_triton(tmp_path, write, dims):
     given, expected = write(tmp_path / "b", dims)

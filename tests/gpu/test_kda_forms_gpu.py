@@ -43,7 +43,7 @@ def run(kwargs: dict[str, Any], backend: str, knobs: dict[str, Any]) -> tuple[to
 def test_every_form_meets_the_limits_and_repeats_bitwise(case: Case, backend: str, poisoned_memory: None) -> None:
     kwargs = make(case, "cuda")
     expected = recurrence(**kwargs)
-    for knobs in ({"segments": 5}, {"segments": 5, "maps": "one"}, ONE):
+    for knobs in ({"segments": 5}, {"segments": 5, "maps": "one"}, {"segments": 1, "slices": 4}, ONE):
         o, state = run(kwargs, backend, knobs)
         assert_close_rms("o", o, expected[0], case.limit_o)
         assert_close_rms("final state", state, expected[1], case.limit_state)
@@ -64,7 +64,9 @@ def test_a_long_sequence_in_segments_is_as_accurate_as_in_one_piece(name: str, b
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("knobs", [{"segments": 4}, ONE], ids=["segments", "one"])
+@pytest.mark.parametrize(
+    "knobs", [{"segments": 4}, ONE, {"segments": 1, "slices": 4}], ids=["segments", "one", "slices"]
+)
 def test_an_output_never_depends_on_later_tokens_to_the_last_bit(knobs: dict[str, Any], backend: str) -> None:
     kwargs = make(Case("causal", gate="slow", T=600, K=128, H=4), "cuda")
     for t in (17, 301, 599):
@@ -76,7 +78,9 @@ def test_an_output_never_depends_on_later_tokens_to_the_last_bit(knobs: dict[str
         assert torch.equal(run(changed, backend, knobs)[0][:, :t], before)
 
 
-@pytest.mark.parametrize("knobs", [{"segments": 4}, ONE], ids=["segments", "one"])
+@pytest.mark.parametrize(
+    "knobs", [{"segments": 4}, ONE, {"segments": 1, "slices": 4}], ids=["segments", "one", "slices"]
+)
 def test_packed_sequences_replay_in_a_cuda_graph_with_other_lengths_and_no_wait(knobs: dict[str, Any]) -> None:
     from cuda_calls import no_waiting  # of tests/, which is no place for imports when this file runs as a script
 

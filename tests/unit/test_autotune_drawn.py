@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from k3dsl.autotune.drawn import Drawn, moved, sketched
+from k3dsl.autotune.drawn import Drawn, moved
 from k3dsl.autotune.study import floor_of
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.op import defaults_only
+from k3dsl.runtime.sketch import sketched
 
 
 def test_halves_of_one_tensor_are_halves_of_one_copy() -> None:

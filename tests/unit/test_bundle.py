@@ -87,7 +87,7 @@ def on_the_cpu(monkeypatch) -> None:
         for launch in self.metadata["launches"]:
             ir = parse_kernel((self.folder / launch["files"]["ir"]).read_text())
 
-            def run(grid, values, ir=ir, launch=launch):
+            def run(grid, values, stream=None, ir=ir, launch=launch):
                 by_kind: dict = {"pointer": {}, "dim": {}, "stride": {}, "scalar": {}}
                 for arg, value in zip(launch["args"], values, strict=True):
                     name = arg["name"] if arg["kind"] == "stride" else arg["source"]
@@ -347,6 +347,33 @@ def test_a_bundle_of_an_op_gives_what_the_op_gives(tmp_path, monkeypatch):
     assert set(out) == {"o", "state"}
     assert torch.equal(out["o"], expected["o"].squeeze(1))
     assert torch.equal(out["state"], expected["state"])
+
+
+def test_a_bundle_runs_a_launch_as_often_as_the_op_with_the_dims_of_each_step(tmp_path, monkeypatch):
+    """kda.forward in two slices: 5 chunks of 16 are 3 and 2."""
+    op = get_op("kda.forward")
+    settings = {"slices": 2, "segments": 1, "chunk": 16, "final_state": None}
+    save(
+        op.point({"T": 80, "H": 2, "K": 64, "V": 64}, settings, symbolic=True).plan("triton"), "sm_90a", tmp_path / "b"
+    )
+    bundle = load(tmp_path / "b")
+    launched = []
+
+    def kernels(self: Bundle, device):
+        return [
+            lambda grid, values, stream=None, label=launch["label"]: launched.append((label, grid))
+            for launch in self.metadata["launches"]
+        ]
+
+    monkeypatch.setattr(Bundle, "_kernels_for", kernels)
+    monkeypatch.setattr(bundle._lanes, "_lanes", [])  # no streams here
+    kwargs = op.inputs(op.resolve_dims({"T": 80, "H": 2, "K": 64, "V": 64}), op.resolve_options({}), "cpu", 0)
+    given = {n: kwargs[n] for n in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": kwargs["dt_bias"].view(2, 64)}
+    bundle(**given)
+    assert launched == [
+        *[("prep", (2, 3, 1)), ("scan", (1, 2, 1)), ("rescan", (1, 2, 1))],
+        *[("prep", (2, 2, 1)), ("scan", (1, 2, 1)), ("rescan", (1, 2, 1))],
+    ]
 
 
 def test_strides_are_read_off_the_tensor(tmp_path, monkeypatch):

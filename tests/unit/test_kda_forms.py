@@ -177,6 +177,68 @@ def test_the_segment_table_names_every_segment_once_and_pads_with_minus_one() ->
     assert table.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2], [3, 0], [-1, 0], [-1, 0]]
 
 
+# ---- slices ----------------------------------------------------------------------------------------------------------
+
+SLICED = (
+    Case("plain", T=200, H=2, gate="slow"),
+    Case("states", B=2, T=130, H=2, HV=4, V=32, gate="slow", state="fp32", state_v_first=True),
+    Case("bf16-state", T=97, H=1, gate="bench", state="bf16"),
+    Case("softplus", T=100, H=1, gate="softplus", state="arange"),
+    Case("packed", cu_seqlens=RAGGED, H=2, gate="slow"),
+    Case("packed-states", cu_seqlens=RAGGED, H=2, gate="slow", state="fp32", state_v_first=True),
+    Case("packed-short", cu_seqlens=(0, 3, 3, 4), H=1, gate="bench", state="fp32"),
+    Case("short", T=17, H=1, gate="bench", state="fp32"),
+)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 16])
+@pytest.mark.parametrize("case", SLICED, ids=lambda c: c.name)
+def test_slices_give_the_bits_of_one_piece(case: Case, slices: int, poisoned_memory: None) -> None:
+    """Also where some slices have no chunks, sequences begin and end in different ones, and some are empty."""
+    kwargs = make(case)
+    for got, want in zip(run(kwargs, slices=slices), run(kwargs), strict=True):
+        assert torch.equal(got, want)
+    o, nothing = run({**kwargs, "output_final_state": False}, slices=slices)
+    assert nothing is None
+    assert torch.equal(o, run(kwargs)[0])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_slices_are_as_accurate_as_one_piece(name: str, poisoned_memory: None) -> None:
+    kwargs = make(NAMED[name])
+    expected, serial = recurrence(**kwargs), run(kwargs)
+    for got, before, want in zip(run(kwargs, slices=4), serial, expected, strict=True):
+        assert relative_rms(got, want) <= 1.1 * relative_rms(before, want) + 1e-7
+
+
+def test_only_the_slices_that_fp16_cannot_hold_are_done_again(poisoned_memory: None) -> None:
+    """Rows 100 to 140 are too large, of head 1 only: in the third of four slices of 48, and the fourth starts from them."""
+    kwargs = make(replace(NAMED["slow"], T=192))
+    kwargs["v"][:, 100:140, 1] = 1e6
+    expected, expected_state = recurrence(**kwargs)
+    o, state = run(kwargs, slices=4)
+    whole, _ = run(kwargs)
+    for head in range(2):
+        assert_close_rms(f"o of head {head}", o[:, :, head], expected[:, :, head], 5e-3)
+        assert_close_rms(f"state of head {head}", state[:, head], expected_state[:, head], 5e-3)
+    fine = run({**kwargs, "v": kwargs["v"].clamp(max=100)})[0]
+    assert torch.equal(o[:, :96], fine[:, :96])  # what comes before them keeps fp16's bits
+    assert not torch.equal(whole[:, :96, 1], fine[:, :96, 1])  # where the whole sequence is done again
+
+
+def test_slices_run_prep_ahead_of_the_scan() -> None:
+    """Each scan waits for its own prep alone; preps take turns on two lanes, and the scans have one that goes first."""
+    plan = FORWARD.point({"T": 8192, "H": 4}, {"slices": 4, "segments": 1}).plan("torch")
+    plan.check()
+    assert [launch.label for launch in plan.launches] == ["prep", "scan", "rescan"]
+    assert [step.launch for step in plan.steps] == [0, 1, 2] * 4
+    assert [step.lane for step in plan.steps] == [0, -1, -1, 1, -1, -1] * 2
+    assert [step.after for step in plan.steps] == [after for n in range(4) for after in ((), (3 * n,), ())]
+    sizes = [tuple(e.evaluate({"T": 8192}) for e in step.dims.values()) for step in plan.steps if step.launch == 1]
+    assert sizes == [(0, 64, 0), (64, 64, 1), (128, 64, 2), (192, 64, 3)]
+    assert not {"first", "slice_chunks", "part"} & set(plan.symbols())  # a call gives none of them
+
+
 # ---- one kernel ------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +268,7 @@ def test_one_kernel_takes_packed_sequences(poisoned_memory: None) -> None:
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 
-FORMS = ({"segments": 4}, {"form": "one"})
+FORMS = ({"segments": 4}, {"form": "one"}, {"slices": 4})
 
 
 @pytest.mark.parametrize("knobs", FORMS)
@@ -258,6 +320,8 @@ def test_packed_sequences_count_by_their_average_length() -> None:
     ("settings", "reason"),
     [
         ({"form": "one", "segments": 2}, "form one carries a whole sequence"),
+        ({"slices": 2, "segments": 2}, "slices are of a scan in one piece"),
+        ({"slices": 2, "form": "one"}, "slices are of a scan in one piece"),
         ({"map_precision": "tf32"}, "map_precision is for segments"),
         ({"map_precision": "tf32", "segments": 2, "dtype": f32}, "coarser than fp32 inputs"),
     ],
