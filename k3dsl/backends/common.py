@@ -31,6 +31,12 @@ class Launcher(Protocol):
         """
         ...
 
+    def fixed(self, args: Sequence[Any]) -> Launcher | None:
+        """A launcher for addresses in place of tensors and these numbers; None where it needs the tensors themselves.
+
+        args: as for a call, with anything in place of tensors."""
+        ...
+
 
 def artifact_key(artifact: Artifact) -> str:
     """Identity of an artifact's machine code and of the way it is called."""

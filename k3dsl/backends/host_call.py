@@ -236,6 +236,43 @@ class HostCallKernel:
             ) from None
         self.kernel(own, values, stream)
 
+    def fixed(self, args: Sequence[Any]) -> FixedCall | None:
+        """The launch with these numbers, whatever its tensors; None where the shape of a tensor is read."""
+        if self.needs_tensors:
+            return None
+        pointers = [(i, p.value) for i, p in enumerate(self.call.parameters) if p.kind == "pointer"]
+        maps = [(i, maker.base, maker.fixed(args)) for i, maker in self._map_places]
+        return FixedCall(self.kernel, self._grid(args), list(self._values(args)), pointers, maps)
+
+
+class FixedCall:
+    """A launch of which all but the addresses is known. See backends.common.Launcher; its own grid and numbers are used."""
+
+    def __init__(
+        self,
+        kernel: DriverKernel,
+        grid: tuple[int, int, int],
+        values: list[Any],
+        pointers: list[tuple[int, int]],
+        maps: list[tuple[int, int, Callable[[int], bytes]]],
+    ) -> None:
+        self._kernel, self._grid, self._values = kernel, grid, values
+        self._pointers, self._maps = pointers, maps
+
+    def fixed(self, args: Sequence[Any]) -> FixedCall:
+        """Itself."""
+        return self
+
+    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int | None = None) -> None:
+        if 0 in grid:
+            return
+        values = self._values.copy()
+        for place, argument in self._pointers:
+            values[place] = args[argument]
+        for place, argument, descriptor in self._maps:
+            values[place] = descriptor(args[argument])
+        self._kernel(self._grid, values, stream)
+
 
 class _TensorMapMaker:
     """Makes one TMA descriptor, and keeps those it made: an equal tensor gives an equal descriptor."""
@@ -261,6 +298,26 @@ class _TensorMapMaker:
                 self._made.clear()
             found = self._made[key] = self._encode(address, extents)
         return found
+
+    @property
+    def base(self) -> int:
+        """Which argument the descriptor is of."""
+        return self._map.base
+
+    def fixed(self, args: Sequence[Any]) -> Callable[[int], bytes]:
+        """The descriptor by its tensor's address, with the extents that follow from these arguments."""
+        extents = self._extents(args)
+        made: dict[int, bytes] = {}
+
+        def descriptor(address: int) -> bytes:
+            found = made.get(address)
+            if found is None:
+                if len(made) >= _KEPT_MAPS:
+                    made.clear()
+                found = made[address] = self._encode(address, extents)
+            return found
+
+        return descriptor
 
     def _encode(self, address: int, extents: tuple[int, ...]) -> bytes:
         rank, map = self._rank, self._map

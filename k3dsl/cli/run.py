@@ -41,7 +41,8 @@ def run_command(
 ) -> None:
     """Check an op against its fp64 reference: the op's own cases, or with --dims or an option set, one case for those.
 
-    Outputs are filled with NaN before each call where torch allocates them. Exit status 1 when a case fails. Ctrl-C ends it early, with what is known by then.
+    Outputs are filled with NaN before each call where torch allocates them. Exit status 1 when a case fails.
+    Ctrl-C ends it early, with what is known by then.
     """
     from k3dsl.ops.registry import get_op
     from k3dsl.runtime.dispatch import choose_backend, using_backend

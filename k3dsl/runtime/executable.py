@@ -149,11 +149,14 @@ class BoundLaunch:
     ) -> tuple[Launcher, tuple[int, int, int], list[Any], list[tuple[int, str]]] | None:
         """The launch for these dims, whatever the tensors: launcher, grid, arguments, and where among them the address of
         which buffer belongs. None for one that takes tensors, not addresses."""
-        if self.artifact is None or self.artifact.source.backend != "triton":
+        if self.artifact is None:
             return None
         args = [0 if kind == 0 else dims[n] if kind == 1 else self.launch.scalars[n] for kind, n in self.getters]
+        launcher = self.launcher.fixed(args)
+        if launcher is None:
+            return None
         x, y, z = (*self.grid(dims), 1, 1)[:3]
-        return self.launcher, (x, y, z), args, [(i, n) for i, (kind, n) in enumerate(self.getters) if kind == 0]
+        return launcher, (x, y, z), args, [(i, n) for i, (kind, n) in enumerate(self.getters) if kind == 0]
 
 
 @dataclass(frozen=True)

@@ -430,12 +430,12 @@ class _ByAddress:
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
         buffers, starts = [*tensors], [*addresses]
-        for made, launches, executable in self.steps:
+        for made, launches, code in self.steps:
             for shape, dtype, device in made:
                 buffer = torch.empty(shape, dtype=dtype, device=device)
                 buffers.append(buffer)
                 starts.append(buffer.data_ptr())
-            beside: list[Enqueue] | None = [] if executable.lanes.several else None
+            beside: list[Enqueue] | None = [] if code.lanes.several else None
             for launcher, grid, fixed, pointers in launches:
                 args = fixed.copy()
                 for place, number, offset in pointers:
@@ -445,7 +445,7 @@ class _ByAddress:
                 else:
                     beside.append(partial(launcher, grid, args))
             if beside is not None:
-                executable.lanes.run(executable.device, beside)
+                code.lanes.run(code.device, beside)
         return self.build([view.of(buffers) for view in self.views])
 
 

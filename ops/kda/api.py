@@ -25,36 +25,6 @@ _forward = Dispatcher(plans.forward)
 _decode = Dispatcher(plans.decode)
 
 
-def chunk_table(cu_seqlens: torch.Tensor, chunk: int, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chunks of packed sequences, made on the device without waiting for it.
-
-    Returns offsets [N+1] int32, the number of the first chunk of each sequence, and a table [bound, 2] int32 of (sequence,
-    chunk within it), with sequence -1 in rows past the last chunk.
-    """
-    return _table((cu_seqlens.diff() + (chunk - 1)) // chunk, bound)
-
-
-def segment_table(
-    cu_seqlens: torch.Tensor, chunk: int, segment_chunks: int, bound: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The segments of packed sequences, as `chunk_table` has chunks: `segment_chunks` chunks each, the last of a sequence
-    fewer. An empty sequence has one segment."""
-    chunks = (cu_seqlens.diff() + (chunk - 1)) // chunk
-    return _table(((chunks + (segment_chunks - 1)) // segment_chunks).clamp(min=1), bound)
-
-
-def _table(counts: torch.Tensor, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets [N+1] of `counts` [N] things a sequence, and a table [bound, 2] of (sequence, number within it)."""
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    number = torch.arange(bound, dtype=torch.int32, device=counts.device)
-    sequence = torch.searchsorted(offsets[1:], number, right=True).to(torch.int32)
-    last = counts.shape[0]
-    start = offsets[sequence.clamp(max=last).long()]
-    real = sequence < last
-    table = torch.stack([torch.where(real, sequence, -1), torch.where(real, number - start, 0)], 1)
-    return offsets, table.to(torch.int32)
-
-
 class Call(NamedTuple):
     """What forward and decode share of the things that choose the code."""
 
@@ -110,9 +80,8 @@ def _forward_code(
     divisor: int,
     tokens: int,
     sequences: int,
-) -> tuple[Executable, int, int]:
-    """The compiled plan for a kind of call, its chunk length and the parts that it cuts a sequence into. tokens, sequences:
-    numbers for their size classes."""
+) -> tuple[Executable, int]:
+    """The compiled plan for a kind of call, and its chunk length. tokens, sequences: numbers for their size classes."""
     options = FORWARD.resolve_options(
         {
             **call.options(),
@@ -132,7 +101,7 @@ def _forward_code(
         dims |= {"T": Sym("T", min=1), "B": 1, "N": Sym("N", min=1), "chunks": Sym("chunks", min=1)}
     numbers["B"] = sequences if offsets is None else 1
     code, knobs = _forward.pick(Problem(FORWARD, options, numbers, dims, dict(call.strides), call.device, call.backend))
-    return code, knobs["chunk"], knobs["segments"]
+    return code, knobs["chunk"]
 
 
 @remembered
@@ -200,7 +169,7 @@ def _kda_forward(
         tensors["initial_state"] = initial_state
     strides, values = layout(tensors)
     gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
-    executable, chunk, segments = _forward_code(
+    executable, chunk = _forward_code(
         Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
              lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, wanted_backend(q.device),
              forced_key(FORWARD)),
@@ -217,15 +186,8 @@ def _kda_forward(
     if cu_seqlens is None:
         values["B"] = B
     else:
-        bound = T // chunk + N
-        values |= {"N": N, "chunks": bound}
+        values |= {"N": N, "chunks": T // chunk + N}  # a bound that needs no look at the lengths
         tensors["cu_seqlens"] = cu_seqlens.contiguous()
-        tensors["chunk_offsets"], tensors["chunk_table"] = chunk_table(cu_seqlens, chunk, bound)
-        if segments > 1:
-            length = plans.segment_chunks(bound, segments).evaluate({})
-            tensors["segment_offsets"], tensors["segment_table"] = segment_table(
-                cu_seqlens, chunk, length, segments + N
-            )
     out = executable(tensors, values)
     return out["o"], out["final_state"] if output_final_state else q.new_empty(0)
 

@@ -110,7 +110,7 @@ def prep(
     d, c,
     q=In("B T HK K"), k=In("B T HK K"), g=In("B T H K"), beta=In("B T H"),
     A_log=In("H", f32, optional=True), dt_bias=In("H K", f32, optional=True),
-    cu_seqlens=In("N+1", optional=True), chunk_table=In("chunks 2", i32, optional=True),
+    chunk_table=In("chunks 2", i32, optional=True),
     w=Out("B chunks H C K"), kg=Out("B chunks H C K"), qg=Out("B chunks H C K"),
     x=Out("B chunks H C XC"), aqk=Out("B chunks H C C"), decay=Out("B chunks H K", f32),
 ):  # fmt: skip
@@ -124,12 +124,11 @@ def prep(
         rows = span(chunk * c.C, c.C, end=d.T if c.tail else None)
         factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows)
         return
-    sequence = chunk_table[chunk, 0]
+    start = chunk_table[chunk, 0]
 
-    @when(sequence >= 0)
+    @when(start >= 0)
     def _():
-        start = cu_seqlens[sequence].to(i32) + chunk_table[chunk, 1] * c.C
-        rows = span(start, c.C, end=cu_seqlens[sequence + 1].to(i32))
+        rows = span(assume(start, min=0), c.C, end=chunk_table[chunk, 1])
         factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows)
 
 
@@ -191,8 +190,11 @@ def anchored_factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chun
 
     i, j = arange(c.C)[:, None], arange(c.C)[None, :]
     # above the diagonal the products may overflow; where() drops them, a product with a mask would not
-    A = where(i > j, dot(k_rows, k_cols.T), 0.0)
-    Q = where(i >= j, dot(q_rows, k_cols.T), 0.0)
+    if 2 * c.C >= 64 and c.gram_dtype != f32:
+        A, Q = both_triangles(c, (dot(in_eights(c, k_rows, q_rows), k_cols.T),))
+    else:
+        A, Q = dot(k_rows, k_cols.T), dot(q_rows, k_cols.T)
+    A, Q = where(i > j, A, 0.0), where(i >= j, Q, 0.0)
     aqk[batch, chunk, head] = Q.to(aqk.dtype)
     inverse = unit_lower_inverse(A * b[:, None], method=c.inverse, precision=c.inverse_precision)
     xb = store_inverse(c, x, inverse * b[None, :], w.dtype, batch, chunk, head)
@@ -337,8 +339,7 @@ def with_level(c, gram, n, k_rows, q_rows):
     row = arange(c.C)
     rows: tuple[Tile, ...] = (k_rows, q_rows)
     if 2 * c.C >= 64 or c.gram_dtype == f32:
-        part, eights = arange(2).reshape(1, 2, 1, 1), (c.C // 8, 1, 8, k_rows.shape[1])
-        rows = (where(part == 0, k_rows.reshape(*eights), q_rows.reshape(*eights)).reshape(2 * c.C, k_rows.shape[1]),)
+        rows = (in_eights(c, k_rows, q_rows),)
         row = arange(2 * c.C)
         row = row // 16 * 8 + row % 8
     i, j = row[:, None], arange(c.C)[None, :]
@@ -351,6 +352,13 @@ def with_level(c, gram, n, k_rows, q_rows):
         return where(pair, product, 0.0 if so_far is None else so_far)
 
     return tuple(added(left, so_far) for left, so_far in zip(rows, gram or (None, None), strict=False))
+
+
+def in_eights(c, k_rows, q_rows):
+    """[2 C, K]: 8 rows of k's, the same 8 of q's and so on."""
+    width = k_rows.shape[1]
+    part, eights = arange(2).reshape(1, 2, 1, 1), (c.C // 8, 1, 8, width)
+    return where(part == 0, k_rows.reshape(*eights), q_rows.reshape(*eights)).reshape(2 * c.C, width)
 
 
 def both_triangles(c, gram):

@@ -12,7 +12,7 @@ from k3dsl.ir.symbols import Expr, Sym, cdiv, larger, smaller
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
 from k3dsl.language import TensorSpec
 from k3dsl.ops.common import Settings, launch_of, spec_of, traced
-from k3dsl.ops.kda import fused, kernels, segments
+from k3dsl.ops.kda import fused, kernels, segments, tables
 from k3dsl.runtime.plan import Launch, Plan, Step, buffers_of
 
 FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
@@ -20,10 +20,14 @@ BOUNDARIES = ("segment_ends", "transition", "incoming")
 """What the segmented scan keeps of each segment."""
 CARRIED = "carried"
 """The states between slices."""
+SLICE = ("first", "slice_chunks", "part")
+"""Dims of one slice: its first chunk, its number of chunks, its own number."""
 SCAN_LANE = -1
 MOST_CHUNKS = 1 << 27
 """Of 2^31 rows, 16 to a chunk."""
 FLAGS = ("out_of_range", "end_out_of_range")
+TABLES = ("chunk_table", "chunk_offsets", "segment_table", "segment_offsets")
+"""Where packed sequences' chunks and segments lie."""
 Dims = Mapping[str, Any]
 Schedules = Mapping[str, Mapping[str, Any]]
 
@@ -113,8 +117,8 @@ def forward(
         # packed sequences share the segments, and the last one of each may be short
         d["segments"] = plain(sequences + knobs["segments"] if options["varlen"] else sequences * knobs["segments"])
     if knobs["slices"] > 1:
-        names = {"first": MOST_CHUNKS, "slice_chunks": MOST_CHUNKS, "part": knobs["slices"] - 1}
-        d |= {name: Sym(name, max=most) for name, most in names.items()}
+        most = (MOST_CHUNKS, MOST_CHUNKS, knobs["slices"] - 1)
+        d |= {name: Sym(name, max=limit) for name, limit in zip(SLICE, most, strict=True)}
     else:
         d |= {"first": 0, "slice_chunks": d["chunks"]}
     io = options["dtype"]
@@ -127,7 +131,7 @@ def forward(
         **gate_tensors(options),
         **offsets,
         **stored,
-        **({"chunk_table": i32, "chunk_offsets": i32, "segment_table": i32, "segment_offsets": i32} if offsets else {}),
+        **(dict.fromkeys(TABLES, i32) if offsets else {}),
         **dict.fromkeys(BOUNDARIES, f32),
         **dict.fromkeys(FLAGS, i32),
         **({CARRIED: f32} if knobs["slices"] > 1 else {}),
@@ -137,31 +141,46 @@ def forward(
         types["initial_state"] = spec("initial_state", options["initial_state"])
     if options["final_state"] is not None:
         types["final_state"] = options["final_state"]
-    launches = (one_kernel if knobs["form"] == "one" else two_passes)(d, c, types, backend, schedules or {})
-    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS, CARRIED))
+    launches = []
+    if options["varlen"] and knobs["form"] != "one":
+        launches = table_launches(d, c, types, backend, schedules or {})
+    first = len(launches)
+    launches += (one_kernel if knobs["form"] == "one" else two_passes)(d, c, types, backend, schedules or {})
+    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS, *TABLES, CARRIED))
     for name in ("o", "final_state"):
         if name in buffers:
             buffers[name] = replace(buffers[name], role="out")
-    steps = in_slices(d, knobs["slices"], len(launches)) if knobs["slices"] > 1 else ()
+    steps = in_slices(d, knobs["slices"], first, len(launches)) if knobs["slices"] > 1 else ()
     return Plan("kda.forward", d, buffers, tuple(launches), knobs, options, steps)
 
 
-def in_slices(d: Dims, slices: int, launches: int) -> tuple[Step, ...]:
-    """prep of every slice, and the scan of each once its prep and the scan before it have ended.
+def table_launches(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
+    """What tells the others where packed sequences' chunks lie, and their segments."""
+    d = {n: x for n, x in d.items() if n not in SLICE}
+    found = [launch_of("tables", kernel_of(tables.chunk_tables, d, c, types), backend, schedules, {"num_warps": 4})]
+    if c["segments"] > 1:
+        kernel = kernel_of(tables.segment_tables, d, c, types)
+        found.append(launch_of("segment_tables", kernel, backend, schedules, {"num_warps": 4}))
+    return found
+
+
+def in_slices(d: Dims, slices: int, tables: int, launches: int) -> tuple[Step, ...]:
+    """prep of every slice, and the scan of each once its prep and the scan before it have ended. The first `tables` launches
+    come before all.
 
     The scan's chain is what a call waits for in the end, so its lane goes first; preps take turns on two lanes, so that one
     begins while the last programs of the one before it run."""
     chunks = Expr.of(d["chunks"])
     length = cdiv(chunks, slices)
-    steps: list[Step] = []
+    steps = [Step(n) for n in range(tables)]
+    ready = tuple(range(tables))
     for part in range(slices):
         first = smaller(length * part, chunks)
-        own = {"first": first, "slice_chunks": smaller(length, chunks - first)}
+        own = {"first": first, "slice_chunks": smaller(length, chunks - first), "part": Expr.of(part)}
         prep = len(steps)
-        steps.append(Step(0, own, lane=part % 2))
-        own["part"] = Expr.of(part)
-        for launch in range(1, launches):
-            steps.append(Step(launch, own, lane=SCAN_LANE, after=(prep,) if launch == 1 else ()))
+        steps.append(Step(tables, own, lane=part % 2, after=ready))
+        for launch in range(tables + 1, launches):
+            steps.append(Step(launch, own, lane=SCAN_LANE, after=(prep,) if launch == tables + 1 else ()))
     return tuple(steps)
 
 

@@ -50,7 +50,7 @@ NORMALIZE_EPS = 1e-10
 def prep(
     d, c,
     q=In("B T HK K"), k=In("B T HK K"), g=In("B T H", optional=True), beta=In("B T H"),
-    cu_seqlens=In("N+1", optional=True), chunk_table=In("chunks 2", i32, optional=True),
+    chunk_table=In("chunks 2", i32, optional=True),
     w=Out("B chunks H C K"), kg=Out("B chunks H C K"), qg=Out("B chunks H C K"),
     x=Out("B chunks H C XC"), aqk=Out("B chunks H C C"), decay=Out("B chunks H K", f32),
 ):  # fmt: skip
@@ -61,12 +61,12 @@ def prep(
         rows = span(chunk * c.C, c.C, end=d.T if c.tail else None)
         factors(d, c, q, k, g, beta, out, head, batch, chunk, rows)
         return
-    sequence = chunk_table[chunk, 0]
+    start = chunk_table[chunk, 0]
 
-    @when(sequence >= 0)
+    @when(start >= 0)
     def _():
-        start = cu_seqlens[sequence].to(i32) + chunk_table[chunk, 1] * c.C
-        factors(d, c, q, k, g, beta, out, head, batch, chunk, span(start, c.C, end=cu_seqlens[sequence + 1].to(i32)))
+        rows = span(assume(start, min=0), c.C, end=chunk_table[chunk, 1])
+        factors(d, c, q, k, g, beta, out, head, batch, chunk, rows)
 
 
 def factors(d, c, q, k, g, beta, out, head, batch, chunk, rows):

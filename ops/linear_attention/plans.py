@@ -15,7 +15,7 @@ from k3dsl.ops.kda.space import FORWARD as KDA
 from k3dsl.ops.linear_attention import kernels
 from k3dsl.runtime.plan import Plan, buffers_of
 
-SCRATCH = (*kda_plans.FACTORS, *kda_plans.FLAGS)
+SCRATCH = (*kda_plans.FACTORS, *kda_plans.FLAGS, *kda_plans.TABLES)
 
 
 def state_dims(dims: common.Settings, options: common.Settings) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _types(options: common.Settings, strides: common.Strides) -> dict[str, Any]:
     if options.get("final_state") is not None:
         types["final_state"] = options["final_state"]
     if options.get("varlen"):
-        types |= {"cu_seqlens": options["cu_dtype"], "chunk_table": i32, "chunk_offsets": i32}
+        types |= {"cu_seqlens": options["cu_dtype"]} | dict.fromkeys(kda_plans.TABLES, i32)
     return types
 
 
@@ -64,6 +64,7 @@ def delta(
     prep = kda_plans.kernel_of(kernels.prep, d, c, types)
     warps = {"num_warps": 4 if c["C"] <= 32 and io != f32 else 8}
     launches = [
+        *(kda_plans.table_launches(d, c, types, backend, schedules or {}) if options["varlen"] else ()),
         common.launch_of("prep", prep, backend, schedules, warps, {"threads": 128}),
         *kda_plans.guarded(
             "scan", kda_kernels.scan, "rescan", kda_kernels.rescan, d, c, types, backend, schedules or {}

@@ -110,7 +110,7 @@ def _forward(name: str) -> Op:
         knobs=_LINEAR_KNOBS if is_linear else _DELTA_KNOBS,
         options=(_DTYPE, *_OPTIONS[name], *_COMMON, *normalize, *_SEQUENCES),
         plan=partial(plan, name),
-        launches=("linear",) if is_linear else ("prep", "scan", "rescan"),
+        launches=("linear",) if is_linear else ("tables", "prep", "scan", "rescan"),
         inputs=partial(judge.forward_inputs, name),
         cases=partial(judge.forward_cases, name),
         call=partial(judge.forward_call, name),

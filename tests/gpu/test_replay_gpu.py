@@ -11,7 +11,9 @@ from op_examples import called, drawn
 
 from k3dsl import ops
 from k3dsl.ops.registry import get_op, op_names
+from k3dsl.runtime.dispatch import using_backend
 from k3dsl.runtime.executable import recording
+from k3dsl.runtime.op import forced
 from k3dsl.runtime.timing import host_us
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +55,31 @@ def test_the_host_enqueues_a_call_in_a_few_tens_of_us(name: str) -> None:
     assert taken is not None
     print(f"{name}: {taken:.1f} us of the host")
     assert taken <= MOST_US.get(name, 1e9)
+
+
+SLICED = {"segments": 1, "slices": 3}
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+@pytest.mark.parametrize("knobs", [{}, SLICED], ids=["whole", "slices"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_kda_again_by_addresses_alone(knobs: dict[str, int], packed: bool, backend: str) -> None:
+    """Launches of both backends, descriptors, tables of packed sequences and streams beside the caller's."""
+    if backend == "tilelang":
+        pytest.importorskip("tilelang")
+    op = get_op("kda.forward")
+    dims, options = op.resolve_dims({"T": 1024, "H": 4, "N": 3}), op.resolve_options({"varlen": packed})
+    with using_backend(backend), forced(op, knobs, {}):
+        for seed in (0, 1):
+            called(op, op.inputs(dims, options, "cuda", seed))
+        for seed in (2, 3):
+            inputs = op.inputs(dims, options, "cuda", seed)
+            again = called(op, inputs)
+            with recording() as calls:
+                expected = called(op, inputs)
+            assert calls
+            for n, x in again.items():
+                assert torch.equal(x, expected[n]), n
 
 
 def test_replayed_calls_can_be_captured_in_a_cuda_graph() -> None:

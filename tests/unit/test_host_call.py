@@ -116,6 +116,21 @@ def test_an_address_does_not_do_where_a_shape_is_read(noting):
         launch((1, 1, 1), [4096, 300, 0.5], stream=0)
 
 
+def test_a_fixed_launch_takes_addresses_alone_and_keeps_descriptors_by_address(noting):
+    parameters = [Parameter(p.name, p.kind, 40, "i32") if p.name == "rows" else p for p in CALL.parameters]
+    map = TensorMap(0, 9, (64, ["arg", 1]), (2, 160), (64, 32), (1, 1), 0, 3, 2, 0)
+    launch = kernel(HostCall(CALL.grid, tuple(parameters), (map,))).fixed([None, 300, 0.5])
+    assert launch.fixed([]) is launch
+    launch((0, 1, 1), [4096, 300, 0.5], stream=0)
+    for address in (4096, 8192, 4096):
+        launch((1, 1, 1), [address, 300, 0.5], stream=0)
+    assert [grid for grid, _ in noting.launches] == [(3, 300, 1)] * 3
+    assert [params[0][0] for _, params in noting.launches] == [1, 2, 1]
+    assert [int.from_bytes(params[3], "little") for _, params in noting.launches] == [4096, 8192, 4096]
+    assert [encoded[2:4] for encoded in noting.library.encoded] == [(4096, [64, 300]), (8192, [64, 300])]
+    assert kernel().fixed([None, 300, 0.5]) is None  # it reads a tensor's shape
+
+
 def test_a_host_call_survives_json():
     assert HostCall.from_json(json.loads(json.dumps(CALL.to_json()))) == CALL
 

@@ -12,7 +12,6 @@ import torch
 from k3dsl.errors import LegalityError
 from k3dsl.ir.types import bf16, f32
 from k3dsl.ops import kda
-from k3dsl.ops.kda.api import segment_table
 from k3dsl.ops.kda.inputs import FAMILIES, Case, families, make
 from k3dsl.ops.kda.reference import recurrence
 from k3dsl.ops.kda.space import FORWARD
@@ -171,10 +170,16 @@ def test_only_the_segments_that_fp16_cannot_hold_are_done_again(
 
 
 def test_the_segment_table_names_every_segment_once_and_pads_with_minus_one() -> None:
-    """Chunks of 16, segments of 2: sequences of 0, 5, 65 and 0 tokens have 0, 1, 5 and 0 chunks; an empty one has a segment."""
-    offsets, table = segment_table(torch.tensor([0, 0, 5, 70, 70]), 16, 2, 8)
-    assert offsets.tolist() == [0, 1, 2, 5, 6]
-    assert table.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2], [3, 0], [-1, 0], [-1, 0]]
+    """Chunks of 16, 9 of them at most in 3 segments of 3: sequences of 0, 5, 65 and 0 tokens have 0, 1, 5 and 0 chunks."""
+    q = torch.randn(1, 70, 1, 64)
+    with recording() as calls:
+        run(
+            {"q": q, "k": q, "v": q, "g": -q.abs(), "beta": q[..., 0], "cu_seqlens": torch.tensor([0, 0, 5, 70, 70])},
+            segments=3,
+        )
+    tables = calls[0].tensors
+    assert tables["segment_offsets"].tolist() == [0, 1, 2, 4, 5]
+    assert tables["segment_table"].tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [-1, 0], [-1, 0]]
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,11 +13,10 @@ from k3dsl.errors import ArgumentError, EvaluationError
 from k3dsl.language import In, Out, Sym, bf16, f16, f32, kernel
 from k3dsl.ops import kda, kda_decode
 from k3dsl.ops.kda import kernels, plans
-from k3dsl.ops.kda.api import chunk_table
 from k3dsl.ops.kda.inputs import Case, correctness_cases, make, make_decode
 from k3dsl.ops.kda.reference import recurrence
 from k3dsl.ops.kda.space import DECODE, FORWARD
-from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.executable import Executable, recording
 from k3dsl.runtime.metrics import assert_close_rms, relative_rms
 from k3dsl.runtime.op import forced
 
@@ -180,10 +182,37 @@ def test_decode_out_of_place_leaves_the_pool_alone() -> None:
     assert torch.equal(new[rows], state[kwargs["state_indices"][rows].long()])
 
 
-def test_the_chunk_table_names_every_chunk_once_and_pads_with_minus_one() -> None:
-    offsets, table = chunk_table(torch.tensor([0, 0, 5, 70, 70, 71]), 32, 8)
-    assert offsets.tolist() == [0, 0, 1, 4, 4, 5]
-    assert table.tolist() == [[1, 0], [2, 0], [2, 1], [2, 2], [4, 0], [-1, 0], [-1, 0], [-1, 0]]
+def tables(lengths: list[int], **knobs: Any) -> dict[str, torch.Tensor]:
+    """What a call on packed sequences of these lengths works out about them."""
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    q = torch.randn(1, int(cu[-1]), 1, 64)
+    with recording() as calls, forced(FORWARD, knobs, {}):
+        kda(q, q, q, -q.abs(), q[..., 0].sigmoid(), cu_seqlens=cu, use_qk_l2norm_in_kernel=True)
+    return dict(calls[0].tensors)
+
+
+def test_the_chunk_table_tells_the_rows_of_every_chunk_once_and_pads_with_minus_one() -> None:
+    found = tables([0, 5, 65, 0, 1], chunk=32)
+    assert found["chunk_offsets"].tolist() == [0, 0, 1, 4, 4, 5]
+    rows = [[0, 5], [5, 70], [37, 70], [69, 70], [70, 71]]
+    assert found["chunk_table"].tolist() == [*rows, [-1, 0], [-1, 0]]
+
+
+def test_the_tables_of_many_and_of_long_sequences_are_whole() -> None:
+    """More sequences than a program counts at once, and more chunks of one than it writes at once."""
+    lengths = [(7 * n) % 40 for n in range(600)] + [16 * 700]
+    found = tables(lengths, chunk=16, segments=3)
+    counts = [-(-n // 16) for n in lengths]
+    assert found["chunk_offsets"].tolist() == [0, *itertools.accumulate(counts)]
+    starts = [0, *itertools.accumulate(lengths)]
+    rows = [[starts[n] + 16 * i, starts[n + 1]] for n, count in enumerate(counts) for i in range(count)]
+    spare = sum(lengths) // 16 + len(lengths) - len(rows)
+    assert found["chunk_table"].tolist() == rows + [[-1, 0]] * spare
+    per_segment = -(-(sum(lengths) // 16 + len(lengths)) // 3)
+    parts = [max(1, -(-count // per_segment)) for count in counts]
+    segments = [[n, i] for n, count in enumerate(parts) for i in range(count)]
+    assert found["segment_offsets"].tolist() == [0, *itertools.accumulate(parts)]
+    assert found["segment_table"].tolist() == segments + [[-1, 0]] * (3 + len(lengths) - len(segments))
 
 
 @pytest.mark.parametrize("shape", [{"T": 0}, {"B": 0}, {"cu": [0, 0, 0]}])

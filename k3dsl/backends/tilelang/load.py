@@ -8,7 +8,7 @@ from typing import Any
 from k3dsl.backends.base import Artifact
 from k3dsl.backends.common import Launcher, artifact_key, write_module
 from k3dsl.backends.driver import torch_stream
-from k3dsl.backends.host_call import HostCallKernel
+from k3dsl.backends.host_call import FixedCall, HostCallKernel
 from k3dsl.backends.tilelang.build import PASS_CONFIGS, Lowered, lock, lower, lowered_kernel, require_tilelang
 from k3dsl.errors import LaunchError
 
@@ -113,6 +113,10 @@ class TileLangLauncher:
                     self._run(*args)
         except Exception as error:
             raise LaunchError(f"{self._name}: {error}") from error
+
+    def fixed(self, args: Sequence[Any]) -> FixedCall | None:
+        """As HostCallKernel.fixed; None also where the driver alone cannot launch the kernel."""
+        return self._driver().fixed(args) if self._artifact.launch.get("host_call") is not None else None
 
     def _driver(self) -> HostCallKernel:
         if self._by_driver is None:
