@@ -12,6 +12,7 @@ from k3dsl.ir.symbols import Expr, Sym, cdiv, larger, smaller
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
 from k3dsl.language import TensorSpec
 from k3dsl.ops.common import Settings, launch_of, spec_of, traced
+from k3dsl.ops.kda import decode as decode_kernels
 from k3dsl.ops.kda import fused, kernels, segments, tables
 from k3dsl.runtime.plan import Launch, Plan, Step, buffers_of
 
@@ -364,6 +365,6 @@ def decode(
         tensors["state_indices"] = i32
     if not options["in_place"]:
         tensors["new_state"] = options["state"]
-    kernel = traced(kernels.decode, d, c, tensors)
+    kernel = traced(decode_kernels.decode, d, c, tensors)
     launch = launch_of("decode", kernel, backend, schedules, decode_schedule(c))
     return Plan("kda.decode", d, buffers_of([kernel]), (launch,), knobs, options)

@@ -68,7 +68,7 @@ def test_inputs_keep_strides_and_values_and_are_watched():
 def test_a_kernel_that_stores_astray_is_wrong_however_right_its_output(monkeypatch, where, says):
     run = executable.BoundLaunch._run_torch
 
-    def astray(self, tensors, dims, scalars):
+    def astray(self, tensors, dims, scalars, stream=None):
         run(self, tensors, dims, scalars)
         o = tensors["o"]
         torch.as_strided(o, (1,), (1,), o.storage_offset() + (o.numel() if where > 0 else -1)).fill_(0)

@@ -179,10 +179,11 @@ def test_knobs_options_and_static_dims_of_an_op_are_recorded(tmp_path):
 
 
 def test_dots_that_missed_the_targets_best_instructions_are_noted(tmp_path):
-    plan = get_op("kda.forward").point({"H": 1}, {}, symbolic=True).plan("triton")
-    notes = {launch["label"]: launch["note"] for launch in save(plan, "sm_90a", tmp_path / "b")["launches"]}
-    assert notes["prep"].startswith("mma.sync only")
-    assert notes["scan"] is None
+    for chunk, note in ((32, "some of its dots are mma.sync instead of wgmma"), (16, "mma.sync only: none")):
+        plan = get_op("kda.forward").point({"H": 1}, {"chunk": chunk}, symbolic=True).plan("triton")
+        notes = {launch["label"]: launch["note"] for launch in save(plan, "sm_90a", tmp_path / "b")["launches"]}
+        assert notes["prep"].startswith(note)
+        assert notes["scan"] is None
 
 
 def test_equal_names_of_launches_and_backends_without_machine_code_are_refused(tmp_path):

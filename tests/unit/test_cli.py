@@ -248,7 +248,7 @@ def test_compile_writes_a_bundle_and_prints_a_table(tmp_path):
     shown = run("compile", "kda.forward", "--dims", "H=1", "--target", "sm_90a", "-o", str(tmp_path / "b")).stdout
     for word in ("shared memory", "registers", "spilled", "warps", "prep", "scan", "wgmma"):
         assert word in shown
-    assert "note: prep: mma.sync only: none of its dots became wgmma" in shown
+    assert "note: prep: some of its dots are mma.sync instead of wgmma" in shown
     assert k3dsl.load(tmp_path / "b").op == "kda.forward"
 
 

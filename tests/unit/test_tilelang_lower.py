@@ -19,7 +19,7 @@ from k3dsl.backends.base import Source
 from k3dsl.errors import ResourceError
 from k3dsl.language import In, InOut, Kernel, Out, Sym, bf16, cdiv, f32, i32, kernel, loop, program_id, span, u8, zeros
 from k3dsl.ops.registry import get_op, op_names
-from k3dsl.runtime.executable import lower
+from k3dsl.runtime.executable import fitted, lower
 from k3dsl.targets import get_target
 
 OTHER: dict[str, Mapping[str, Any]] = {
@@ -59,7 +59,7 @@ WGMMA = ("linear", "matmul", "attention", "scan", "mla_prefill", "mla_decode", "
 SLOW = ("prep", "rescan", "attention", "mla_prefill", "mla_decode")
 
 
-MIXED = ("linear",)
+MIXED = ("linear", "prep")
 """Kernels with a product too small for wgmma beside those that use it."""
 SLOW_OPS = (
     "attention.decode",
@@ -109,6 +109,11 @@ def compiled(op: str, label: str, second: bool, target: str, capfd: pytest.Captu
     return generated
 
 
+def wants_wgmma(op: str, label: str, chunk: int = 32) -> bool:
+    """KDA's prep has one product for k's and q's rows, which are 64 from chunks of 32 on."""
+    return label in WGMMA or ((op, label) == ("kda.forward", "prep") and chunk >= 32)
+
+
 def test_there_is_a_second_schedule_of_every_op():
     assert set(OTHER) == set(op_names())
 
@@ -117,7 +122,7 @@ def test_there_is_a_second_schedule_of_every_op():
 def test_every_kernel_compiles_with_its_own_schedule(op, label, capfd):
     generated = compiled(op, label, False, "sm_90a", capfd)
     assert f"{label}_kernel" in generated
-    assert ("wgmma_ss<" in generated or "wgmma_rs<" in generated) == (label in WGMMA)
+    assert ("wgmma_ss<" in generated or "wgmma_rs<" in generated) == wants_wgmma(op, label)
     if label in WGMMA and label not in MIXED:
         assert "mma_sync<" not in generated
 
@@ -129,7 +134,41 @@ def test_every_kernel_compiles_with_its_own_schedule(op, label, capfd):
 def test_every_kernel_compiles_with_another_schedule(op, label, capfd):
     generated = compiled(op, label, True, "sm_90a", capfd)
     assert sources(op, True)[label].text != sources(op, False)[label].text or label == "rescan"
-    assert ("wgmma_ss<" in generated or "wgmma_rs<" in generated) == (label in WGMMA)
+    assert ("wgmma_ss<" in generated or "wgmma_rs<" in generated) == wants_wgmma(op, label, OTHER[op].get("chunk", 32))
+
+
+PACKED = {"varlen": True, "segments": 3}
+
+
+@pytest.mark.parametrize("label", ["tables", "segment_tables"])
+def test_the_tables_of_packed_sequences_compile(label, capfd):
+    plan = get_op("kda.forward").point({"T": 8192, "N": 3}, PACKED, symbolic=True).plan("tilelang")
+    (launch,) = (x for x in plan.launches if x.label == label)
+    assert "chunk_tables_kernel" in cuda(lower(launch, get_target("sm_90a")), "sm_90a").replace("segment_", "chunk_")
+    assert "race" not in capfd.readouterr().err
+
+
+def test_what_lies_within_a_condition_shares_memory_where_nothing_is_copied_ahead():
+    plan = get_op("kda.forward").point({"T": 8192, "N": 3}, PACKED, symbolic=True).plan("tilelang")
+    merged = {
+        launch.label: lower(launch, get_target("sm_90a"))
+        .options["pass_configs"]
+        .get("tl.enable_aggressive_shared_memory_merge", False)
+        for launch in plan.launches
+        if launch.label in ("prep", "scan", "ends", "tables")
+    }
+    assert merged == {"prep": True, "scan": False, "ends": False, "tables": False}
+
+
+@pytest.mark.slow
+def test_prep_of_packed_sequences_fits_for_every_gate():
+    """430 KiB of shared memory a program without it."""
+    for gate in ("bounded", "softplus"):
+        plan = (
+            get_op("kda.forward").point({"T": 8192, "N": 3}, {**PACKED, "gate": gate}, symbolic=True).plan("tilelang")
+        )
+        (prep,) = (x for x in plan.launches if x.label == "prep")
+        assert fitted(prep, get_target("sm_90a"))[1].inspection.shared_bytes <= 120_000
 
 
 @pytest.mark.slow
