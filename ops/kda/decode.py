@@ -41,13 +41,14 @@ def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, hea
     """S <- diag(2^gate) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q, on S^T [BV, K] in fp32."""
     cols = span(block * c.BV, c.BV)
     key_head = head // (d.H // d.HK)
+    # all reads first: none waits for the sums, which end in barriers
     s = (state[slot, head, cols] if c.v_first else state[slot, head, :, cols].T).to(f32)
-    kf, qf = k[batch, key_head].to(f32), q[batch, key_head].to(f32)
-    kf, qf = kf * norm_scale(c, kf, 0, 1.0), qf * norm_scale(c, qf, 0, c.scale)
-    gate = log2_gate(c, g[batch, head], head, span(0, d.K), A_log, dt_bias)
+    kf, qf, vf = k[batch, key_head].to(f32), q[batch, key_head].to(f32), v[batch, head, cols].to(f32)
+    decay = exp2(log2_gate(c, g[batch, head], head, span(0, d.K), A_log, dt_bias), bound=0.0)
     b = write_strength(c, beta[batch, head])
-    s = s * exp2(gate, bound=0.0)[None, :]
-    u = (v[batch, head, cols].to(f32) - (s * kf[None, :]).sum(1)) * b
+    kf, qf = kf * norm_scale(c, kf, 0, 1.0), qf * norm_scale(c, qf, 0, c.scale)
+    s = s * decay[None, :]
+    u = (vf - (s * kf[None, :]).sum(1)) * b
     s = s + u[:, None] * kf[None, :]
     o[batch, head, cols] = (s * qf[None, :]).sum(1).to(o.dtype)
     target, index = (state, slot) if new_state is None else (new_state, batch)

@@ -203,13 +203,15 @@ def step(d, c, q, k, v, g, beta, state, o, new_state, block, head, batch, slot):
     cols = span(block * c.BV, c.BV)
     key_head = head // (d.H // d.HK)
     s = (state[slot, head, cols] if c.v_first else state[slot, head, :, cols].T).to(f32)
-    kf, qf = k[batch, key_head].to(f32), q[batch, key_head].to(f32)
+    # all reads first: none waits for the sums, which end in barriers
+    kf, qf, u = k[batch, key_head].to(f32), q[batch, key_head].to(f32), v[batch, head, cols].to(f32)
+    decay = None if g is None else exp2(g[batch, head].to(f32) * LOG2E, bound=0.0)  # a log decay is at most 0
+    b = None if beta is None else beta[batch, head].to(f32)
     kf, qf = kf * norm_scale(c, kf, 0, 1.0), qf * norm_scale(c, qf, 0, c.scale)
-    if g is not None:
-        s = s * exp2(g[batch, head].to(f32) * LOG2E, bound=0.0)  # a log decay is at most 0
-    u = v[batch, head, cols].to(f32)
-    if beta is not None:
-        u = (u - (s * kf[None, :]).sum(1)) * beta[batch, head].to(f32)
+    if decay is not None:
+        s = s * decay
+    if b is not None:
+        u = (u - (s * kf[None, :]).sum(1)) * b
     s = s + u[:, None] * kf[None, :]
     o[batch, head, cols] = (s * qf[None, :]).sum(1).to(o.dtype)
     target, index = (state, slot) if new_state is None else (new_state, batch)
