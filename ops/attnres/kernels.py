@@ -26,6 +26,7 @@ from k3dsl.language import (
     ones,
     program_id,
     reciprocal,
+    reduce,
     rsqrt,
     span,
     when,
@@ -52,6 +53,18 @@ def row_sum(tiles: list[Tile]) -> Tile:
     return first
 
 
+def row_sums(a: list[Tile], b: list[Tile]) -> tuple[Tile, Tile]:
+    """`row_sum` of two, in one exchange between threads."""
+    added: dict[int, list[Tile]] = {}
+    for x, y in zip(a, b, strict=True):
+        n = x.shape[1]
+        added[n] = [added[n][0] + x, added[n][1] + y] if n in added else [x, y]
+    first, *rest = (reduce(tuple(pair), 1, lambda x, y, u, v: (x + u, y + v)) for pair in added.values())
+    for pair in rest:
+        first = first[0] + pair[0], first[1] + pair[1]
+    return first[0], first[1]
+
+
 def folded(query: Any, key_norm: Any, cols: list[Any]) -> list[Tile]:
     """The query times the key norm's weight, which the caller may have folded already."""
     weights = [query[x].to(f32) for x in cols]
@@ -62,8 +75,7 @@ def folded(query: Any, key_norm: Any, cols: list[Any]) -> list[Tile]:
 
 def logit(d: Any, c: Any, row: list[Tile], weights: list[Tile]) -> Tile:
     """A row's logit times log2(e), so that the softmax is in base 2."""
-    squares = row_sum([x * x for x in row])
-    products = row_sum([x * w for x, w in zip(row, weights, strict=True)])
+    squares, products = row_sums([x * x for x in row], [x * w for x, w in zip(row, weights, strict=True)])
     return products * rsqrt(squares / d.D + c.eps) * LOG2E
 
 
@@ -80,13 +92,14 @@ def finish(d, c, cols, rows, mixed, total, h, normed, norm_weight):
     io = (h if h is not None else normed).dtype
     scale = reciprocal(total)[:, None]
     rounded = [(m * scale).to(io) for m in mixed]
+    weights = [norm_weight[col].to(f32) for col in cols] if normed is not None else []
     write(cols, rows, rounded, h)
     if normed is None:
         return
     xs = [t.to(f32) for t in rounded]
     r = rsqrt(row_sum([x * x for x in xs]) / d.D + c.norm_eps)[:, None]
-    for col, x in zip(cols, xs, strict=True):
-        normed[rows, col] = ((x * r).to(io).to(f32) * norm_weight[col].to(f32)[None, :]).to(io)
+    for col, x, weight in zip(cols, xs, weights, strict=True):
+        normed[rows, col] = ((x * r).to(io).to(f32) * weight[None, :]).to(io)
 
 
 def write(cols, rows, tiles, target):
