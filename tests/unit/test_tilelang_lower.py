@@ -148,16 +148,23 @@ def test_the_tables_of_packed_sequences_compile(label, capfd):
     assert "race" not in capfd.readouterr().err
 
 
-def test_what_lies_within_a_condition_shares_memory_where_nothing_is_copied_ahead():
+def test_a_program_ends_early_where_a_condition_holds_all_that_is_left():
+    """Within a branch no two of TileLang's buffers share memory; a pipeline stays in its branch."""
     plan = get_op("kda.forward").point({"T": 8192, "N": 3}, PACKED, symbolic=True).plan("tilelang")
-    merged = {
-        launch.label: lower(launch, get_target("sm_90a"))
-        .options["pass_configs"]
-        .get("tl.enable_aggressive_shared_memory_merge", False)
-        for launch in plan.launches
-        if launch.label in ("prep", "scan", "ends", "tables")
-    }
-    assert merged == {"prep": True, "scan": False, "ends": False, "tables": False}
+    text = {launch.label: lower(launch, get_target("sm_90a")).text for launch in plan.launches}
+    early = "            if tl.Not(start >= 0):\n                tl.thread_return()\n"
+    assert early in text["prep"]
+    assert not any("thread_return" in text[label] for label in ("scan", "rescan", "ends_again", "fold"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_choice_between_numbers_from_memory_does_not_hang_the_compiler():
+    settings = {"block_m": 128, "block_n": 128, "group": 2}
+    plan = get_op("moe.experts").point({"T": 1024}, settings, symbolic=True).plan("tilelang")
+    (down,) = (x for x in plan.launches if x.label == "down")
+    assert "tl.alloc_var(tl.int32)" in lower(down, get_target("sm_90a")).text
+    assert fitted(down, get_target("sm_90a"))[1].inspection.instructions["wgmma"] > 0
 
 
 @pytest.mark.slow

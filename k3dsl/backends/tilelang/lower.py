@@ -36,10 +36,6 @@ def lower(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> Source:
     options = schedule.options()
     if any(_scatters(op) for op in walk(kernel.body)):
         options["pass_configs"]["tl.disable_data_race_check"] = True
-    opcodes = {op.opcode for op in walk(kernel.body)}
-    if "when" in opcodes and "loop" not in opcodes:
-        # else no two buffers within a condition share memory. Loops copy ahead of use, which is not to be second-guessed
-        options["pass_configs"]["tl.enable_aggressive_shared_memory_merge"] = True
     return Source("tilelang", kernel.name, text, arguments(kernel), options, identity)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from k3dsl.backends.tilelang.access import Access, shape_text, strides_text
 from k3dsl.backends.tilelang.elementwise import negated
@@ -11,7 +11,7 @@ from k3dsl.backends.tilelang.prelude import prelude
 from k3dsl.backends.tilelang.products import ProductPrinter
 from k3dsl.backends.tilelang.text import all_of, atom, dim_text, literal, opened, tl_dtype, total
 from k3dsl.backends.tilelang.uses import SHAPE_OPS
-from k3dsl.ir.graph import Op, Region, Value
+from k3dsl.ir.graph import Op, Region, Value, walk
 from k3dsl.ir.scalars import uniform_constant
 from k3dsl.ir.symbols import INT32_MAX
 from k3dsl.ir.types import TileType
@@ -129,7 +129,15 @@ class Printer(ProductPrinter):
             at = at or (self.reindexed(op, []) if op.opcode == "select" else ["0"] * len(operand.shape))
             self.bind(v, self.at(operand, at), op.loc)
             return
-        self.bind(v, self.applied(op, [self.scalar(o) for o in op.operands]), op.loc)
+        text = self.applied(op, [self.scalar(o) for o in op.operands])
+        if not self.inlined_scalars and _is_a_choice_of_choices(op):
+            # as a variable: with such an expression in its indices TileLang's prover does not come back
+            name = self.name(v.name, "s")
+            self.line(f"{name} = tl.alloc_var({tl_dtype(v.dtype)})", op.loc)
+            self.line(f"{name} = {text}")
+            self.text_of[id(v)] = name
+            return
+        self.bind(v, text, op.loc)
 
     def bind(self, v: Value, text: str, loc: str | None, keep: bool = False) -> None:
         """A scalar: folded into its users while short, else a variable."""
@@ -253,9 +261,21 @@ class Printer(ProductPrinter):
     # ---- control -----------------------------------------------------------------------------------------------------
 
     def op_when(self, op: Op) -> None:
+        if self._is_all_that_is_left(op):
+            self.line(f"if tl.Not({opened(self.scalar(op.operands[0]))}):", op.loc)
+            with self.indented():
+                self.line("tl.thread_return()")
+            self.region(op.regions[0])
+            return
         self.line(f"if {opened(self.scalar(op.operands[0]))}:", op.loc)
         with self.indented():
             self.region(op.regions[0])
+
+    def _is_all_that_is_left(self, op: Op) -> bool:
+        """Whether programs whose condition is false can end here. Within a branch no two of TileLang's buffers would share
+        memory. Pipelines stay in theirs: barriers are set up around them."""
+        ops = self.kernel.body.ops
+        return op is ops[-1] and not any(inner.opcode in ("loop", "when") for inner in walk(op.regions[0]))
 
     def op_loop(self, op: Op) -> None:
         body = op.regions[0]
@@ -421,3 +441,18 @@ class Printer(ProductPrinter):
         if v.op is None or (v.shape and self.placement.of(v).kind != "inline"):
             return False
         return any(self._reads_carry(o, carry) for o in v.op.operands)
+
+
+def _sources(op: Op) -> Iterator[Op]:
+    """The ops that a scalar is computed from."""
+    for v in op.operands:
+        if not v.shape and v.op is not None:
+            yield v.op
+            yield from _sources(v.op)
+
+
+def _is_a_choice_of_choices(op: Op) -> bool:
+    """Whether a scalar is chosen by or from a number in memory that another choice has found."""
+    return op.opcode == "where" and any(
+        load.opcode == "load" and any(x.opcode == "where" for x in _sources(load)) for load in _sources(op)
+    )
