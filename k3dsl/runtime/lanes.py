@@ -36,6 +36,23 @@ class _Place:
     awaited: bool
 
 
+class _Beside(threading.local):
+    """What a thread keeps for a call's lanes: their streams and events, which its next call uses again. An event is waited
+    for by what is enqueued after it was recorded, before the thread records it anew."""
+
+    def __init__(self) -> None:
+        self.of: dict[int | None, tuple[dict[int, torch.cuda.Stream], list[torch.cuda.Event]]] = {}
+
+    def get(
+        self, device: torch.device, lanes: Sequence[int], events: int
+    ) -> tuple[dict[int, torch.cuda.Stream], list[torch.cuda.Event]]:
+        found = self.of.get(device.index)
+        if found is None:
+            streams = {lane: _stream(device, lane) for lane in lanes}
+            found = self.of[device.index] = streams, [torch.cuda.Event() for _ in range(events)]
+        return found
+
+
 class Lanes:
     """The order of a call's steps on a GPU. Lanes fork from the caller's stream and join it again, so that the call is
     ordered on that stream like any other and can be captured in a CUDA graph."""
@@ -45,6 +62,7 @@ class Lanes:
         awaited = {n for needed in waits for n in needed}
         self._places = [_Place(step.lane, waits[n], n in awaited) for n, step in enumerate(steps)]
         self._lanes = sorted({step.lane for step in steps} - {0})
+        self._beside = _Beside()
 
     @property
     def several(self) -> bool:
@@ -58,21 +76,21 @@ class Lanes:
                 enqueue(None)
             return
         caller = torch.cuda.current_stream(device)
-        streams = {lane: _stream(device, lane) for lane in self._lanes} | {0: caller}
-        fork = torch.cuda.Event()
+        # an event for each step, then one for the fork and one for each lane's end
+        streams, events = self._beside.get(device, self._lanes, len(steps) + 1 + len(self._lanes))
+        fork, *ends = events[len(steps) :]
         fork.record(caller)
         for lane in self._lanes:
             streams[lane].wait_event(fork)
-        ended: dict[int, torch.cuda.Event] = {}
         try:
-            for number, (place, enqueue) in enumerate(zip(self._places, steps, strict=True)):
-                stream = streams[place.lane]
+            for place, enqueue, event in zip(self._places, steps, events, strict=False):
+                stream = streams[place.lane] if place.lane else caller
                 for n in place.waits:
-                    stream.wait_event(ended[n])
+                    stream.wait_event(events[n])
                 enqueue(stream.cuda_stream if place.lane else None)
                 if place.awaited:
-                    ended[number] = torch.cuda.Event()
-                    ended[number].record(stream)
+                    event.record(stream)
         finally:  # also when a step fails: the caller's stream owns the memory that the others use
-            for lane in self._lanes:
-                caller.wait_stream(streams[lane])
+            for lane, event in zip(self._lanes, ends, strict=True):
+                event.record(streams[lane])
+                caller.wait_event(event)

@@ -376,8 +376,8 @@ def scan(
     x=In("B chunks H C XC"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
-    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True), carried=InOut("2 N H V K", f32, optional=True),
-    out_of_range=Out("N H V//BV", i32, optional=True),
+    o=Out("B T H V"), final_state=Out("N H SA SB", optional=True), carried=InOut("N H V K", f32, optional=True),
+    out_of_range=Out("N H V//BV", i32, optional=True), seen=InOut("N H V//BV", f32, optional=True),
 ):  # fmt: skip
     """Carries the state over the chunks of one sequence. It is kept as S^T [BV, K], the register operand of every product.
 
@@ -389,25 +389,39 @@ def scan(
     block, head, sequence = program_id(0), program_id(1), program_id(2)
     place = slice_of(d, c, sequence, cu_seqlens, chunk_offsets)
     factors = (w, kg, qg, x, aqk, decay)
+    cols = span(block * c.BV, c.BV)
 
     def run():
         s0, state, largest = carry(d, c, v, factors, initial_state, carried, o, place, block, head, sequence)
-        store_end(d, c, final_state, carried, state, place, block, head, sequence)
+        top: Any = None
         if out_of_range is not None:
-            lost = (~(abs(state) < OVERFLOW)).any(1).any(0)
-            seen = maximum(largest.max(1).max(0), abs(s0).max(1).max(0))
-            small = (seen > 0.0) & (seen < SMALLEST)
-            out_of_range[sequence, head, block] = (lost | small).to(i32)
+            top = maximum(largest.max(1).max(0), abs(s0).max(1).max(0))
+            if place.starts is not None:
+                # the largest of the whole sequence; of the states that come in only the initial one counts
+                before, own = seen[sequence, head, block], largest.max(1).max(0)
+                top = where(place.starts, top, maximum(before, own))
+
+        def end():
+            store_state(c, final_state, state, block, head, sequence)
+            if out_of_range is not None:
+                lost = (~(abs(state) < OVERFLOW)).any(1).any(0)
+                out_of_range[sequence, head, block] = (lost | ((top > 0.0) & (top < SMALLEST))).to(i32)
+
+        if place.ends is None:
+            end()
+            return
+        when(place.ends)(end)
+
+        @when(~place.ends)
+        def _():
+            carried[sequence, head, cols] = state
+            if out_of_range is not None:
+                seen[sequence, head, block] = top
 
     if place.here is None:
         run()
-        return
-    when(place.here)(run)
-    if out_of_range is not None:
-
-        @when(~place.here)
-        def _():
-            out_of_range[sequence, head, block] = 0
+    else:
+        when(place.here)(run)
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.N))
@@ -418,7 +432,7 @@ def rescan(
     x=In("B chunks H C XC"), aqk=In("B chunks H C C"), decay=In("B chunks H K", f32),
     initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
     chunk_offsets=In("N+1", i32, optional=True),
-    o=InOut("B T H V"), final_state=InOut("N H SA SB", optional=True), carried=InOut("2 N H V K", f32, optional=True),
+    o=InOut("B T H V"), final_state=InOut("N H SA SB", optional=True),
 ):  # fmt: skip
     """Does again, with tf32 products, the blocks whose values fp16 could not hold; for all others it ends at once."""
     block, head, sequence = program_id(0), program_id(1), program_id(2)
@@ -427,8 +441,8 @@ def rescan(
     def _():
         place = slice_of(d, c, sequence, cu_seqlens, chunk_offsets)
         factors = (w, kg, qg, x, aqk, decay)
-        _, state, _ = carry(d, c, v, factors, initial_state, carried, o, place, block, head, sequence)
-        store_end(d, c, final_state, carried, state, place, block, head, sequence)
+        _, state, _ = carry(d, c, v, factors, initial_state, None, o, place, block, head, sequence)
+        store_state(c, final_state, state, block, head, sequence)
 
 
 class Slice(NamedTuple):
@@ -449,8 +463,8 @@ class Slice(NamedTuple):
 def slice_of(d, c, sequence, cu_seqlens, chunk_offsets):
     """The chunks of a sequence among the `slice_chunks` of all chunks from number `first`: all of them with one slice.
 
-    A slice's state comes from the one before, through `carried`, where slices take turns on two places: a scan that is done
-    again finds what it started from. Chunks are numbered from the start of each sequence, or through all packed ones."""
+    A slice starts from the state that the one before left in `carried`. Chunks are numbered from the start of each sequence,
+    or through all packed ones."""
     if c.varlen:
         begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[sequence + 1].to(i32)
         chunk, chunks = chunk_offsets[sequence], cdiv(end - begin, c.C)
@@ -477,26 +491,11 @@ def carry(d, c, v, factors, initial_state, carried, o, place, block, head, seque
     if initial_state is not None:
         s0 = initial_rows(c, initial_state, sequence, head, cols)
     if place.starts is not None:
-        s0 = where(place.starts, s0, carried[(d.part + 1) % 2, sequence, head, cols])
+        s0 = where(place.starts, s0, carried[sequence, head, cols])
     state, largest = over_chunks(
         c, v, factors, o, s0, place.batch, head, cols, place.chunk, place.trips, place.begin, place.end
     )
     return s0, state, largest
-
-
-def store_end(d, c, final_state, carried, state, place, block, head, sequence):
-    """Writes the state for the next slice, or after the last one the final state."""
-    if place.ends is None:
-        store_state(c, final_state, state, block, head, sequence)
-        return
-
-    @when(place.ends)
-    def _():
-        store_state(c, final_state, state, block, head, sequence)
-
-    @when(~place.ends)
-    def _():
-        carried[d.part % 2, sequence, head, span(block * c.BV, c.BV)] = state
 
 
 def initial_rows(c, initial_state, sequence, head, cols):

@@ -19,8 +19,8 @@ from k3dsl.runtime.plan import Launch, Plan, Step, buffers_of
 FACTORS = ("w", "kg", "qg", "x", "aqk", "decay")
 BOUNDARIES = ("segment_ends", "transition", "incoming")
 """What the segmented scan keeps of each segment."""
-CARRIED = "carried"
-"""The states between slices."""
+CARRIED = ("carried", "seen")
+"""Between slices: the states, and the largest numbers so far."""
 SLICE = ("first", "slice_chunks", "part")
 """Dims of one slice: its first chunk, its number of chunks, its own number."""
 SCAN_LANE = -1
@@ -135,7 +135,7 @@ def forward(
         **(dict.fromkeys(TABLES, i32) if offsets else {}),
         **dict.fromkeys(BOUNDARIES, f32),
         **dict.fromkeys(FLAGS, i32),
-        **({CARRIED: f32} if knobs["slices"] > 1 else {}),
+        **(dict.fromkeys(CARRIED, f32) if knobs["slices"] > 1 else {}),
         "o": io,
     }
     if options["initial_state"] is not None:
@@ -147,7 +147,7 @@ def forward(
         launches = table_launches(d, c, types, backend, schedules or {})
     first = len(launches)
     launches += (one_kernel if knobs["form"] == "one" else two_passes)(d, c, types, backend, schedules or {})
-    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS, *TABLES, CARRIED))
+    buffers = buffers_of([x.kernel for x in launches], scratch=(*FACTORS, *BOUNDARIES, *FLAGS, *TABLES, *CARRIED))
     for name in ("o", "final_state"):
         if name in buffers:
             buffers[name] = replace(buffers[name], role="out")
@@ -157,7 +157,7 @@ def forward(
 
 def table_launches(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
     """What tells the others where packed sequences' chunks lie, and their segments."""
-    d = {n: x for n, x in d.items() if n not in SLICE}
+    d = without_slice(d)
     found = [launch_of("tables", kernel_of(tables.chunk_tables, d, c, types), backend, schedules, {"num_warps": 4})]
     if c["segments"] > 1:
         kernel = kernel_of(tables.segment_tables, d, c, types)
@@ -165,9 +165,14 @@ def table_launches(d: Dims, c: Settings, types: Mapping[str, Any], backend: str,
     return found
 
 
+def without_slice(d: Dims) -> dict[str, Any]:
+    """The dims of a call, without those of one slice of it."""
+    return {n: x for n, x in d.items() if n not in SLICE}
+
+
 def in_slices(d: Dims, slices: int, tables: int, launches: int) -> tuple[Step, ...]:
     """prep of every slice, and the scan of each once its prep and the scan before it have ended. The first `tables` launches
-    come before all.
+    come before all, those past the scan after all.
 
     The scan's chain is what a call waits for in the end, so its lane goes first; preps take turns on two lanes, so that one
     begins while the last programs of the one before it run."""
@@ -180,9 +185,8 @@ def in_slices(d: Dims, slices: int, tables: int, launches: int) -> tuple[Step, .
         own = {"first": first, "slice_chunks": smaller(length, chunks - first), "part": Expr.of(part)}
         prep = len(steps)
         steps.append(Step(tables, own, lane=part % 2, after=ready))
-        for launch in range(tables + 1, launches):
-            steps.append(Step(launch, own, lane=SCAN_LANE, after=(prep,) if launch == tables + 1 else ()))
-    return tuple(steps)
+        steps.append(Step(tables + 1, own, lane=SCAN_LANE, after=(prep,)))
+    return (*steps, *[Step(n, lane=SCAN_LANE) for n in range(tables + 2, launches)])
 
 
 def plain(extent: int | Sym | Expr) -> int | Expr:
@@ -200,7 +204,7 @@ def kernel_of(kernel: Any, d: Dims, c: Settings, types: Mapping[str, Any]) -> IR
     """The kernel's IR; of `types` it takes those that it has a parameter for, but no flags where nothing guards."""
     taken = {n: t for n, t in types.items() if n in kernel.parameters}
     if not c["guard"]:
-        taken = {n: t for n, t in taken.items() if n not in FLAGS or not kernel.parameters[n].optional}
+        taken = {n: t for n, t in taken.items() if n not in (*FLAGS, "seen") or not kernel.parameters[n].optional}
     return traced(kernel, d, c, taken)
 
 
@@ -228,8 +232,9 @@ def guarded(
     scan = kernel_of(kernel, d, c, types)
     launches = [launch_of(label, scan, backend, schedules, scan_schedule(c), scan_schedule_tilelang(c))]
     if c["guard"]:
-        wide = widened(c)
-        rescan = kernel_of(kernel_again, d, wide, types)
+        # over whole sequences, however they were cut
+        wide = {**widened(c), "slices": 1}
+        rescan = kernel_of(kernel_again, without_slice(d), wide, types)
         once = {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": 1}}
         single = {**scan_schedule_tilelang(c), "stages": {"chunks": 1}}
         launches.append(launch_of(again, rescan, backend, schedules, once, single))

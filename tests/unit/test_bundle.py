@@ -372,8 +372,8 @@ def test_a_bundle_runs_a_launch_as_often_as_the_op_with_the_dims_of_each_step(tm
     given = {n: kwargs[n] for n in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": kwargs["dt_bias"].view(2, 64)}
     bundle(**given)
     assert launched == [
-        *[("prep", (2, 3, 1)), ("scan", (1, 2, 1)), ("rescan", (1, 2, 1))],
-        *[("prep", (2, 2, 1)), ("scan", (1, 2, 1)), ("rescan", (1, 2, 1))],
+        *[("prep", (2, 3, 1)), ("scan", (1, 2, 1)), ("prep", (2, 2, 1)), ("scan", (1, 2, 1))],
+        ("rescan", (1, 2, 1)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,6 @@ class Stream:
 
     def wait_event(self, event: Any) -> None:
         self.log.append(f"{self.name} waits for {event.what}")
-
-    def wait_stream(self, other: Any) -> None:
-        self.log.append(f"{self.name} joins {other.name}")
 
 
 class Event:
@@ -66,15 +64,33 @@ def test_a_step_waits_for_steps_of_other_lanes_and_the_caller_for_all(log: list[
         "lane 1 runs 2",
         "lane -1 waits for lane 1 2",
         "lane -1 runs 3",
-        "lane 0 joins lane -1",
-        "lane 0 joins lane 1",
+        "lane 0 waits for lane -1 3",
+        "lane 0 waits for lane 1 2",
     ]
+
+
+def test_a_thread_uses_its_events_again(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+
+    def make() -> Event:
+        made.append(Event())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", make)
+    order = lanes.Lanes([Step(0), Step(1, lane=-1, after=(0,))])
+    for _ in range(3):
+        order.run(torch.device("cuda", 0), [lambda stream: None] * 2)
+    first = len(made)
+    thread = threading.Thread(target=order.run, args=(torch.device("cuda", 0), [lambda stream: None] * 2))
+    thread.start()
+    thread.join()
+    assert (first, len(made)) == (4, 8)
 
 
 def test_lanes_join_also_when_a_step_fails(log: list[str]) -> None:
     with pytest.raises(RuntimeError, match="no launch"):
         run([Step(0), Step(1, lane=-1, after=(0,))], log, broken=1)
-    assert log[-1] == "lane 0 joins lane -1"
+    assert log[-1] == "lane 0 waits for lane -1 begin"
 
 
 def test_steps_of_one_lane_need_no_events(log: list[str]) -> None:
