@@ -468,7 +468,7 @@ def slice_of(d, c, sequence, cu_seqlens, chunk_offsets):
     if c.varlen:
         begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[sequence + 1].to(i32)
         chunk, chunks = chunk_offsets[sequence], cdiv(end - begin, c.C)
-        if c.slices == 1:
+        if not c.sliced:
             return Slice(0, chunk, chunks, begin, end)
         skipped = maximum(d.first - chunk, 0)
         until = minimum(d.first + d.slice_chunks - chunk, chunks)
@@ -478,10 +478,10 @@ def slice_of(d, c, sequence, cu_seqlens, chunk_offsets):
         ends = chunk + chunks <= d.first + d.slice_chunks
         return Slice(0, chunk + skipped, trips, begin + skipped * c.C, end, starts, ends, starts | (trips > 0))
     end = d.T if c.tail else None
-    if c.slices == 1:
+    if not c.sliced:
         return Slice(sequence, 0, d.chunks, 0, end)
     part = scalar(d.part)
-    return Slice(sequence, d.first, d.slice_chunks, d.first * c.C, end, part == 0, part == c.slices - 1)
+    return Slice(sequence, d.first, d.slice_chunks, d.first * c.C, end, part == 0, part + 1 == scalar(d.parts))
 
 
 def carry(d, c, v, factors, initial_state, carried, o, place, block, head, sequence):

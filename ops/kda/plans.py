@@ -21,11 +21,11 @@ BOUNDARIES = ("segment_ends", "transition", "incoming")
 """What the segmented scan keeps of each segment."""
 CARRIED = ("carried", "seen")
 """Between slices: the states, and the largest numbers so far."""
-SLICE = ("first", "slice_chunks", "part")
-"""Dims of one slice: its first chunk, its number of chunks, its own number."""
 SCAN_LANE = -1
 MOST_CHUNKS = 1 << 27
 """Of 2^31 rows, 16 to a chunk."""
+SLICE = {"first": MOST_CHUNKS, "slice_chunks": MOST_CHUNKS, "part": 255, "parts": 256}
+"""Dims of one slice and what each is at most: its first chunk, its number of chunks, its own number and that of all slices."""
 FLAGS = ("out_of_range", "end_out_of_range")
 TABLES = ("chunk_table", "chunk_offsets", "segment_table", "segment_offsets")
 """Where packed sequences' chunks and segments lie."""
@@ -68,7 +68,7 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "split": factors == f16 and io == bf16,
         "wide": False,
         "segments": knobs["segments"],
-        "slices": knobs["slices"],
+        "sliced": knobs["slices"] > 1,
         "BM": min(knobs["block_v"], dims["K"]),
         "maps": knobs["maps"],
         "map_precision": knobs["map_precision"],
@@ -118,8 +118,7 @@ def forward(
         # packed sequences share the segments, and the last one of each may be short
         d["segments"] = plain(sequences + knobs["segments"] if options["varlen"] else sequences * knobs["segments"])
     if knobs["slices"] > 1:
-        most = (MOST_CHUNKS, MOST_CHUNKS, knobs["slices"] - 1)
-        d |= {name: Sym(name, max=limit) for name, limit in zip(SLICE, most, strict=True)}
+        d |= {name: Sym(name, max=most) for name, most in SLICE.items()}
     else:
         d |= {"first": 0, "slice_chunks": d["chunks"]}
     io = options["dtype"]
@@ -182,7 +181,8 @@ def in_slices(d: Dims, slices: int, tables: int, launches: int) -> tuple[Step, .
     ready = tuple(range(tables))
     for part in range(slices):
         first = smaller(length * part, chunks)
-        own = {"first": first, "slice_chunks": smaller(length, chunks - first), "part": Expr.of(part)}
+        own = {"first": first, "slice_chunks": smaller(length, chunks - first)}
+        own |= {"part": Expr.of(part), "parts": Expr.of(slices)}
         prep = len(steps)
         steps.append(Step(tables, own, lane=part % 2, after=ready))
         steps.append(Step(tables + 1, own, lane=SCAN_LANE, after=(prep,)))
@@ -233,7 +233,7 @@ def guarded(
     launches = [launch_of(label, scan, backend, schedules, scan_schedule(c), scan_schedule_tilelang(c))]
     if c["guard"]:
         # over whole sequences, however they were cut
-        wide = {**widened(c), "slices": 1}
+        wide = {**widened(c), "sliced": False}
         rescan = kernel_of(kernel_again, without_slice(d), wide, types)
         once = {"num_warps": 4 if c["BV"] <= 64 else 8, "stages": {"chunks": 1}}
         single = {**scan_schedule_tilelang(c), "stages": {"chunks": 1}}

@@ -123,6 +123,19 @@ def segment_count(dims: Mapping[str, int], knobs: Mapping[str, Any]) -> int:
     return max(n for n in SEGMENTS if n <= most)
 
 
+def narrow_scan(chunk: int = 32, slices: int = 1, stages: int = 4) -> dict[str, Any]:
+    """A seed whose scan goes through TileLang with 64 value columns a program, its products and the rest at the same time."""
+    seed = {
+        "chunk": chunk,
+        "block_v": 64,
+        "scan.backend": "tilelang",
+        "scan.threads": 128,
+        "scan.stages.chunks": stages,
+        "scan.overlap": True,
+    }
+    return {**seed, "segments": 1, "slices": slices} if slices > 1 else seed
+
+
 FORWARD = Op(
     name="kda.forward",
     doc="Kimi Delta Attention over whole sequences: chunk factors, then the scan of the state.",
@@ -189,35 +202,12 @@ FORWARD = Op(
     cpu_dims={"T": 1024, "H": 4},
     seeds=(
         {"chunk": 32, "block_v": 128, "scan.backend": "tilelang", "scan.threads": 256, "scan.stages.chunks": 3},
-        {
-            "chunk": 32,
-            "block_v": 64,
-            "scan.backend": "tilelang",
-            "scan.threads": 128,
-            "scan.stages.chunks": 4,
-            "scan.overlap": True,
-        },
-        {
-            "chunk": 64,
-            "block_v": 64,
-            "scan.backend": "tilelang",
-            "scan.threads": 128,
-            "scan.stages.chunks": 2,
-            "scan.overlap": True,
-        },
-        *(
-            {
-                "chunk": chunk,
-                "block_v": 64,
-                "segments": 1,
-                "slices": slices,
-                "scan.backend": "tilelang",
-                "scan.threads": 128,
-                "scan.stages.chunks": 4,
-                "scan.overlap": True,
-            }
-            for chunk, slices in ((32, 4), (32, 8), (16, 4), (16, 8))
-        ),
+        narrow_scan(),
+        narrow_scan(slices=4),
+        narrow_scan(slices=8),
+        narrow_scan(chunk=16, slices=6),
+        narrow_scan(slices=3),
+        narrow_scan(chunk=64, stages=2),
         {"maps": "one"},
         {"chunk": 16},
         {"segments": 4},

@@ -242,8 +242,8 @@ def test_slices_run_prep_ahead_of_the_scan() -> None:
     assert [step.lane for step in plan.steps] == [0, -1, 1, -1] * 2 + [-1]
     assert [step.after for step in plan.steps] == [after for n in range(4) for after in ((), (2 * n,))] + [()]
     sizes = [tuple(e.evaluate({"T": 8192}) for e in step.dims.values()) for step in plan.steps if step.launch == 1]
-    assert sizes == [(0, 64, 0), (64, 64, 1), (128, 64, 2), (192, 64, 3)]
-    assert not {"first", "slice_chunks", "part"} & set(plan.symbols())  # a call gives none of them
+    assert sizes == [(0, 64, 0, 4), (64, 64, 1, 4), (128, 64, 2, 4), (192, 64, 3, 4)]
+    assert not {"first", "slice_chunks", "part", "parts"} & set(plan.symbols())  # a call gives none of them
 
 
 # ---- one kernel ------------------------------------------------------------------------------------------------------
