@@ -184,3 +184,23 @@ def test_small_launches_leave_the_number_of_threads_as_it_was():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@kernel(grid=lambda d, c: (d.B,))
+def tall(d, c, x=In("R D", f32), first=In("B", i32), end=In("B", i32), y=Out("B 2 2 D", f32)):
+    """Four rows of each segment as two by two, 0 where there is none."""
+    p = program_id(0)
+    y[p] = x[span(first[p], 4, end=end[p]).reshape(2, 2), :]
+
+
+@pytest.mark.parametrize("rows", [8, 9, 12])
+@pytest.mark.parametrize("end", [(4, 8), (3, 8)])
+def test_rows_in_the_shape_of_a_tile_are_all_read(rows, end):
+    """Up to the tensor's last row, with all rows there and with some missing."""
+    x = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
+    given = {"x": x, "first": ints(0, 4), "end": ints(*end), "y": torch.full((2, 2, 2, 3), float("nan"))}
+    made = evaluator(tall, given, B=2, R=rows, D=3)
+    made(given, {})
+    expected = torch.stack([x[0:4], x[4:8]])
+    expected[0, end[0] :] = 0
+    assert torch.equal(given["y"].view(2, 4, 3), expected)

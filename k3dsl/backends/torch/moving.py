@@ -95,6 +95,8 @@ class _Along:
                     return None
                 return [x * axis.stride for x in first], tuple(counts)
             size = count = counts[0]
+            if prod(axis.shape[:-1]) != 1:
+                count = axis.shape[-1]  # all of them
         if max(first) + size > axis.extent:
             return None
         return [x * axis.stride for x in first], count
