@@ -190,6 +190,8 @@ def _versions(backend: str, target: Target | None) -> dict[str, str]:
 def planned(candidate: Candidate) -> tuple[Point, Plan]:
     """The candidate's point with runtime dims as symbols, and its plan.
 
+    Dims that follow from others are worked out first: the same code, whether they were given or left open.
+
     Raises UnknownNameError, ArgumentError, LegalityError, TraceError, VerifyError.
     """
     from k3dsl.ops.registry import get_op
@@ -198,7 +200,8 @@ def planned(candidate: Candidate) -> tuple[Point, Plan]:
     op = get_op(candidate.op)
     options = options_of(op, op.resolve_options(candidate.options))
     with defaults_only(op):
-        point = op.point(candidate.dims, {**options, **candidate.settings}, symbolic=True)
+        dims = exact_dims(op.point(candidate.dims, options))
+        point = op.point(dims, {**options, **candidate.settings}, symbolic=True)
         return point, point.plan(candidate.backend)
 
 

@@ -1,4 +1,4 @@
-"""KDA in segments and in one kernel on the GPU: every family, long sequences, CUDA graphs; and how the forms compare in time.
+"""KDA in slices, in segments and in one kernel on the GPU: every family, long sequences, CUDA graphs; and how the forms compare in time.
 
 `python tests/gpu/test_kda_forms_gpu.py` times the forms of `SHAPES` in one process and prints each as a ratio to the serial
 two-kernel form; `--backend tilelang` for the other backend, `--each-kernel` for the time of every kernel alone."""
@@ -112,6 +112,7 @@ SHAPES: tuple[tuple[dict[str, int], tuple[dict[str, Any], ...]], ...] = (
         ({"T": T, "H": H}, tuple({"segments": n, "maps": "one"} for n in counts))
         for T, H, counts in ((65536, 32, (3, 4, 5, 6, 8)), (32768, 12, (8, 11, 16)))
     ),
+    *(({"T": T, "H": H}, tuple({"slices": n} for n in (2, 3, 4, 8))) for T, H in ((8192, 32), (65536, 32), (8192, 96))),
     ({"T": 32768, "H": 12}, ({"segments": 8, "map_precision": "tf32"}, {"segments": 8, "block_v": 32})),
     *(
         ({"B": B, "T": T, "H": H}, (ONE, {**ONE, "block_v": 64}, {**ONE, "chunk": 32, "vector": 8}))
