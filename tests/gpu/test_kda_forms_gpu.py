@@ -1,4 +1,4 @@
-"""KDA in slices, in segments and in one kernel on the GPU: every family, long sequences, CUDA graphs; and how the forms compare in time.
+"""KDA in slices, in segments and in one kernel on the GPU: every family, long sequences, CUDA graphs; and their times compared.
 
 `python tests/gpu/test_kda_forms_gpu.py` times the forms of `SHAPES` in one process and prints each as a ratio to the serial
 two-kernel form; `--backend tilelang` for the other backend, `--each-kernel` for the time of every kernel alone."""
