@@ -30,15 +30,6 @@ _call = Caller(CAUSAL_CONV1D)
 _call_update = Caller(CAUSAL_CONV1D_UPDATE)
 
 
-def sequence_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number of the sequence that each of the tokens belongs to, [T] int32, made without waiting for the device.
-
-    N for a token past the last sequence.
-    """
-    rows = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True, out_int32=True)
-
-
 @torch_op("causal_conv1d")
 def _causal_conv1d(
     x: torch.Tensor,
@@ -63,7 +54,7 @@ def _causal_conv1d(
     if initial_state is not None:
         tensors["initial_state"] = initial_state
     if cu_seqlens is not None:
-        tensors |= {"cu_seqlens": cu_seqlens, "sequence": sequence_of(cu_seqlens, T)}
+        tensors["cu_seqlens"] = cu_seqlens
     options = {
         "dtype": x.dtype,
         "weight_dtype": weight.dtype,

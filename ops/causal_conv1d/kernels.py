@@ -10,6 +10,7 @@ from k3dsl.language import (
     In,
     InOut,
     Out,
+    arange,
     assume,
     cdiv,
     f32,
@@ -45,6 +46,25 @@ def convolved(taps, bias, inputs):
     for w, x in zip(taps, inputs, strict=True):
         y = w * x.to(f32) if y is None else y + w * x.to(f32)
     return y
+
+
+TOKENS, ENDS = 128, 64
+"""Tokens that a program of `sequences` places, and the ends that it compares them with at a time."""
+
+
+@kernel(grid=lambda d, c: (cdiv(d.T, TOKENS),))
+def sequences(d, c, cu_seqlens=In("N+1"), sequence=Out("T", i32)):
+    """The number of the sequence that each token belongs to: how many end before it. N for a token past the last."""
+    first = program_id(0) * TOKENS
+    token = arange(TOKENS) + first
+
+    @loop(cdiv(d.N, ENDS), init=zeros((TOKENS,), i32), label="ends")
+    def ended(i, so_far):
+        ends = cu_seqlens[span(i * ENDS + 1, ENDS, end=d.N + 1)].to(i32)
+        there = arange(ENDS) + i * ENDS < d.N
+        return so_far + (there[None, :] & (ends[None, :] <= token[:, None])).to(i32).sum(1)
+
+    sequence[span(first, TOKENS, end=d.T)] = ended
 
 
 @kernel(grid=lambda d, c: (cdiv(d.P, c.block_p) * cdiv(d.T, c.rows * c.steps), d.B))

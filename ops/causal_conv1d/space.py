@@ -31,7 +31,8 @@ def forward(
     schedules: common.Schedules = None,
     strides: common.Strides = None,
 ) -> Plan:
-    """The convolution, and with a final state a small launch for it. dims: B, T, P channels, W taps, N states."""
+    """The convolution, before it for packed sequences a small launch that finds each token's, and with a final state one for
+    that. dims: B, T, P channels, W taps, N states."""
     dims = forward_dims(dims, options)
     spec = common.spec_of(strides)
     io, given, packed = options["dtype"], options["initial_state"], options["varlen"]
@@ -50,10 +51,13 @@ def forward(
     convolve = common.traced(kernels.causal_conv1d, dims, c, {**states, **weights})
     default = {"num_warps": knobs["num_warps"], "stages": {"tokens": 1}}
     launches = [common.launch_of("causal_conv1d", convolve, backend, schedules, default)]
+    if packed:
+        find = common.traced(kernels.sequences, dims, c, {"cu_seqlens": options["cu_dtype"], "sequence": i32})
+        launches.insert(0, common.launch_of("sequences", find, backend, schedules, {"num_warps": 4}))
     if options["final_state"] is not None:
         last = common.traced(kernels.final_window, dims, c, {**states, "final_state": options["final_state"]})
         launches.append(common.launch_of("final_window", last, backend, schedules, default))
-    buffers = buffers_of([launch.kernel for launch in launches])
+    buffers = buffers_of([launch.kernel for launch in launches], scratch=("sequence",))
     return Plan("causal_conv1d", dims, buffers, tuple(launches), knobs, options)
 
 
@@ -125,7 +129,7 @@ CAUSAL_CONV1D = Op(
         Option("cu_dtype", (None, i32, i64), i32, "of cu_seqlens"),
     ),
     plan=forward,
-    launches=("causal_conv1d", "final_window"),
+    launches=("sequences", "causal_conv1d", "final_window"),
     inputs=judge.forward_inputs,
     cases=judge.forward_cases,
     call=judge.forward_call,

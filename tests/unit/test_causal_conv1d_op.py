@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from k3dsl.errors import ArgumentError, EvaluationError, LegalityError
 from k3dsl.ops.causal_conv1d import api
 from k3dsl.ops.causal_conv1d.reference import causal_conv1d as reference
 from k3dsl.ops.causal_conv1d.space import CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE
-from k3dsl.runtime.executable import Executable
+from k3dsl.runtime.executable import Executable, recording
 from k3dsl.runtime.judge import cases_of, judge
 from k3dsl.runtime.metrics import assert_close_rms
 from k3dsl.runtime.op import Case, forced
@@ -91,12 +91,24 @@ def test_rows_past_the_last_sequence_are_zero(monkeypatch, poisoned_memory: None
     monkeypatch.setattr(api, "check_offset_values", lambda *_: None)  # as on a GPU
     x, w = numbers(1, 40, 64), numbers(64, 4, seed=1)
     offsets = torch.tensor([0, 10, 33])
-    y, last = ops.causal_conv1d(x, w, cu_seqlens=offsets, output_final_state=True)
+    with recording() as calls:
+        y, last = ops.causal_conv1d(x, w, cu_seqlens=offsets, output_final_state=True)
     expected, expected_last = reference(x, w, cu_seqlens=offsets)
     assert (y[:, 33:] == 0).all()
     assert_close_rms("y", y, expected, 2e-6)
     assert_close_rms("state", last, expected_last, 1e-12)
-    assert api.sequence_of(offsets, 40).tolist() == [0] * 10 + [1] * 23 + [2] * 7
+    assert calls[0].tensors["sequence"].tolist() == [0] * 10 + [1] * 23 + [2] * 7
+
+
+def test_tokens_find_their_sequence_among_many(poisoned_memory: None) -> None:
+    """More sequences than a program compares with at a time, some of them empty, and tokens of several programs."""
+    lengths = [(5 * n) % 7 for n in range(150)]
+    x, w = numbers(1, sum(lengths), 32), numbers(32, 4, seed=1)
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    with recording() as calls:
+        y, _ = ops.causal_conv1d(x, w, cu_seqlens=offsets)
+    assert calls[0].tensors["sequence"].tolist() == [n for n, length in enumerate(lengths) for _ in range(length)]
+    assert_close_rms("y", y, reference(x, w, cu_seqlens=offsets)[0], 2e-6)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
