@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from k3dsl.language import (
     In,
     Out,
     arange,
-    assume,
     cdiv,
     i32,
     kernel,
@@ -20,9 +17,10 @@ from k3dsl.language import (
     where,
     zeros,
 )
+from k3dsl.ops.packed import counted
 
 BLOCK = 256
-"""Sequences or rows of a table that a program handles at a time."""
+"""Rows of a table that a program writes at a time."""
 
 
 @kernel(grid=lambda d, c: (d.N + 1,))
@@ -32,7 +30,7 @@ def chunk_tables(d, c, cu_seqlens=In("N+1"), chunk_offsets=Out("N+1", i32), chun
     `chunks` is an upper bound; in rows past the last chunk the first row is -1. A program has one sequence, the last one
     what is left."""
     sequence = program_id(0)
-    before = counted(d, c, cu_seqlens, sequence, lambda length: cdiv(length, c.C))
+    before = counted(cu_seqlens, sequence, lambda length: cdiv(length, c.C))
     begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[minimum(sequence + 1, d.N)].to(i32)
     real = sequence < d.N
     count = where(real, cdiv(end - begin, c.C), d.chunks - before)
@@ -51,7 +49,7 @@ def segment_tables(d, c, cu_seqlens=In("N+1"), segment_offsets=Out("N+1", i32), 
     within it. An empty sequence has one segment; in rows past the last the sequence is -1."""
     sequence = program_id(0)
     parts = lambda length: maximum(cdiv(cdiv(length, c.C), d.segment_chunks), 1)  # noqa: E731
-    before = counted(d, c, cu_seqlens, sequence, parts)
+    before = counted(cu_seqlens, sequence, parts)
     begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[minimum(sequence + 1, d.N)].to(i32)
     real = sequence < d.N
     count = where(real, parts(end - begin), d.segments - before)
@@ -62,18 +60,3 @@ def segment_tables(d, c, cu_seqlens=In("N+1"), segment_offsets=Out("N+1", i32), 
         rows = span(before + i * BLOCK, BLOCK, end=before + count)
         segment_table[rows, 0] = where(real, zeros((BLOCK,), i32) + sequence, -1)
         segment_table[rows, 1] = where(real, arange(BLOCK) + i * BLOCK, 0)
-
-
-def counted(d: Any, c: Any, cu_seqlens: Any, sequence: Any, count: Any) -> Any:
-    """The sum of `count` of the lengths of all sequences before this one."""
-
-    @loop(cdiv(sequence, BLOCK), init=zeros((BLOCK,), i32), label="sequences")
-    def total(i, so_far):
-        start, end = (
-            cu_seqlens[span(i * BLOCK, BLOCK, end=sequence)],
-            cu_seqlens[span(i * BLOCK + 1, BLOCK, end=sequence + 1)],
-        )
-        mine = arange(BLOCK) + i * BLOCK < sequence
-        return so_far + where(mine, count((end - start).to(i32)), 0)
-
-    return assume(total.sum(0), min=0)

@@ -13,7 +13,6 @@ from k3dsl.ir.symbols import Sym
 from k3dsl.ops.common import Caller, check_tensor, fail, gradients_again, size_class
 from k3dsl.ops.mla import check, plain
 from k3dsl.ops.mla.space import CACHE_WRITE, DECODE, PREFILL
-from k3dsl.ops.mla.tables import block_table
 from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.dispatch import Dispatcher, Problem, aligned, remembered, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
@@ -96,7 +95,7 @@ def _prefill(
     known: dict[str, int | Sym] = {**numbers, "T": size_class("T", T, 128), "S": size_class("S", S, 128), "N": 1}
     known["B"] = 1 if B == 1 else Sym("B", min=1)
     if varlen:
-        known["blocks"] = Sym("blocks", min=1)
+        known |= {"N": Sym("N", min=1), "blocks": Sym("blocks", min=1)}
     options = {
         "dtype": q.dtype,
         "causal": causal,
@@ -112,8 +111,7 @@ def _prefill(
         values["blocks"] = T // knobs["block_q"] + N
         cu_q = cu_seqlens.to(torch.int32).contiguous()
         cu_k = cu_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int32).contiguous()
-        table = block_table(cu_q, cu_k, knobs["block_q"], values["blocks"], causal)
-        tensors["block_table"] = table
+        tensors |= {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k}
     out = executable(tensors, values)
     return out["o"], out["lse"] if return_lse else q.new_empty(0, dtype=torch.float32)
 

@@ -10,7 +10,7 @@ from k3dsl.ir.symbols import Expr, Sym
 from k3dsl.ir.types import DType, f32, i32, i64
 from k3dsl.language import TensorSpec
 from k3dsl.ops.common import Schedules, Settings, Strides, launch_of, one_launch, spec_of, traced
-from k3dsl.ops.mla import kernels
+from k3dsl.ops.mla import kernels, tables
 from k3dsl.runtime.plan import Plan, buffers_of
 
 
@@ -28,8 +28,10 @@ def prefill(
     schedules: Schedules = None,
     strides: Strides = None,
 ) -> Plan:
-    """One launch. dims: B, T, S, H, D, E, V; with options['varlen'] also `blocks`, the rows of the block table."""
+    """One launch, and two small ones before it for packed sequences. dims: B, T, S, H, D, E, V; with options['varlen'] also N
+    sequences and `blocks`, the rows of the block table."""
     io = options["dtype"]
+    sequences = {n: dims[n] for n in ("N", "blocks") if n in dims}
     dims = {n: x for n, x in dims.items() if n != "N"}  # the kernel sees packed sequences through the block table
     variant = {
         **options,
@@ -49,8 +51,17 @@ def prefill(
     default = {"num_warps": knobs["num_warps"], "stages": {"keys": knobs["stages"], "edge": 1}}
     # a warp group for every 64 queries, so that a row's softmax stays in one of them
     own = {"threads": min(512, max(128, 2 * knobs["block_q"])), "stages": default["stages"]}
-    launch = launch_of("mla_prefill", ir, backend, schedules, default, own)
-    return Plan("mla.prefill", dims, buffers_of([ir]), (launch,), knobs, options)
+    launches = [launch_of("mla_prefill", ir, backend, schedules, default, own)]
+    if options["varlen"]:
+        dims |= sequences
+        numbers = {"cu_seqlens": i32, "cu_seqlens_k": i32, "found": i32}
+        find = traced(tables.blocks, sequences, variant, numbers)
+        order = traced(tables.ordered, sequences, variant, {"found": i32, "block_table": i32})
+        small = {"num_warps": 4}
+        launches.insert(0, launch_of("blocks", find, backend, schedules, small))
+        launches.insert(1, launch_of("ordered", order, backend, schedules, small))
+    buffers = buffers_of([launch.kernel for launch in launches], scratch=("found", "block_table"))
+    return Plan("mla.prefill", dims, buffers, tuple(launches), knobs, options)
 
 
 def decode(

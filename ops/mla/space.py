@@ -94,7 +94,7 @@ PREFILL = Op(
         Option("packed", (True, False), True, "k_nope and v are the halves of one tensor [B, S, H, D+V]"),
     ),
     plan=plans.prefill,
-    launches=("mla_prefill",),
+    launches=("blocks", "ordered", "mla_prefill"),
     inputs=judge.prefill_inputs,
     cases=judge.prefill_cases,
     call=judge.prefill_call,

@@ -1,29 +1,56 @@
-"""The blocks of packed sequences in the order in which they run, made on the device without waiting for it."""
+"""The blocks of packed sequences in the order in which they run, worked out on the device."""
 
 from __future__ import annotations
 
-import torch
+from k3dsl.language import In, Out, arange, cdiv, i32, kernel, loop, maximum, minimum, program_id, span, where, zeros
+from k3dsl.ops.packed import counted
+
+BLOCK = 128
+"""Rows of a table that a program handles at a time."""
+OTHERS = 32
+"""Rows that it compares them with at a time."""
+SEEN = 5
+"""The column of `blocks` that orders its rows."""
 
 
-def block_table(
-    cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, block: int, bound: int, causal: bool
-) -> torch.Tensor:
-    """[bound, 5] int32, a row a block of queries: its first row and the end of its sequence's rows, the sequence's first key
-    and number of keys, and the last of these that the block's first query sees under a causal mask (negative for none).
+@kernel(grid=lambda d, c: (d.N + 1,))
+def blocks(d, c, cu_seqlens=In("N+1", i32), cu_seqlens_k=In("N+1", i32), found=Out("blocks 6", i32)):
+    """A row a block of queries: its first row and the end of its sequence's rows, the sequence's first key and number of keys,
+    the last of these that the block's first query sees under a causal mask (negative for none), and how many keys the block
+    sees: -1 in rows of zeros past the last block. `blocks` is an upper bound. A program has one sequence, the last one what
+    is left."""
+    sequence = program_id(0)
+    before = counted(cu_seqlens, sequence, lambda length: cdiv(length, c.block_q))
+    real, after = sequence < d.N, minimum(sequence + 1, d.N)
+    begin, end = cu_seqlens[sequence], cu_seqlens[after]
+    first_key, keys = cu_seqlens_k[sequence], cu_seqlens_k[after] - cu_seqlens_k[sequence]
+    count = where(real, cdiv(end - begin, c.block_q), d.blocks - before)
 
-    Blocks that see most keys come first, then rows of zeros: no query and no key. bound: at least the number of blocks;
-    tokens // block + N always is.
-    """
-    queries, keys = cu_seqlens.diff(), cu_seqlens_k.diff()
-    counts = (queries + (block - 1)) // block
-    ends = counts.cumsum(0)
-    number = torch.arange(bound, dtype=torch.int32, device=cu_seqlens.device)
-    sequence = torch.searchsorted(ends, number, right=True)
-    real = sequence < ends.shape[0]
-    at = sequence.clamp(max=ends.shape[0] - 1)
-    within = (number - (ends[at] - counts[at])) * block
-    diagonal = within + keys[at] - queries[at]
-    seen = torch.minimum(diagonal + block, keys[at]).clamp(min=0) if causal else keys[at]
-    rows = torch.stack([cu_seqlens[at] + within, cu_seqlens[at + 1], cu_seqlens_k[at], keys[at], diagonal], 1)
-    order = torch.where(real, seen, -1).argsort(descending=True, stable=True)
-    return torch.where(real[:, None], rows, 0)[order].to(torch.int32)
+    @loop(cdiv(count, BLOCK), label="rows")
+    def _(i):
+        rows = span(before + i * BLOCK, BLOCK, end=before + count)
+        within = (arange(BLOCK) + i * BLOCK) * c.block_q
+        diagonal = within + (keys - (end - begin))
+        all_keys = zeros((BLOCK,), i32) + keys
+        seen = maximum(minimum(diagonal + c.block_q, keys), 0) if c.causal else all_keys
+        row = (within + begin, zeros((BLOCK,), i32) + end, zeros((BLOCK,), i32) + first_key, all_keys, diagonal)
+        for column, value in enumerate(row):
+            found[rows, column] = where(real, value, 0)
+        found[rows, SEEN] = where(real, seen, -1)
+
+
+@kernel(grid=lambda d, c: (cdiv(d.blocks, BLOCK),))
+def ordered(d, c, found=In("blocks 6", i32), block_table=Out("blocks 5", i32)):
+    """The rows of `blocks`, those that see most keys first, else in order: a row's place is the number of rows before it."""
+    first = program_id(0) * BLOCK
+    own = span(first, BLOCK, end=d.blocks)
+    seen, number = found[own, SEEN], arange(BLOCK) + first
+
+    @loop(cdiv(d.blocks, OTHERS), init=zeros((BLOCK,), i32), label="others")
+    def place(i, so_far):
+        other, at = found[span(i * OTHERS, OTHERS, end=d.blocks), SEEN], arange(OTHERS) + i * OTHERS
+        ahead = (other[None, :] > seen[:, None]) | ((other[None, :] == seen[:, None]) & (at[None, :] < number[:, None]))
+        return so_far + (ahead & (at < d.blocks)[None, :]).to(i32).sum(1)
+
+    for column in range(SEEN):
+        block_table.store(place, column, value=found[own, column], mask=number < d.blocks)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
 
 from k3dsl import ops
+from k3dsl.backends.torch.evaluate import evaluate
 from k3dsl.errors import ArgumentError, LegalityError
 from k3dsl.ops.mla import reference, space
 from k3dsl.ops.mla.inputs import DecodeCase, PrefillCase, make_decode, make_prefill, make_write
-from k3dsl.ops.mla.tables import block_table
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import recording
@@ -141,15 +142,43 @@ def test_knobs_that_do_not_fit_are_refused_with_the_reason() -> None:
         space.DECODE.point({}, {"block_h": 128})
 
 
+def table_of(queries: list[int], keys: list[int], block: int, causal: bool = True) -> list[list[int]]:
+    """The block table that a call on packed sequences of these lengths works out."""
+    cu_q, cu_k = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
+    dims = {"N": len(queries), "blocks": sum(queries) // block + len(queries)}
+    settings = {"varlen": True, "causal": causal, "block_q": block}
+    plan = space.PREFILL.point({"N": len(queries)}, settings, symbolic=True).plan("torch")
+    found = torch.full((dims["blocks"], 6), -7, dtype=torch.int32)
+    table = torch.full((dims["blocks"], 5), -7, dtype=torch.int32)
+    given = {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k, "found": found, "block_table": table}
+    for launch in plan.launches[:2]:
+        evaluate(launch.kernel, {t.name: given[t.name] for t in launch.kernel.tensors}, dims)
+    return table.tolist()
+
+
 def test_the_block_table_has_every_block_once_those_with_most_keys_first() -> None:
-    cu_q, cu_k = torch.tensor([0, 5, 5, 9, 10]), torch.tensor([0, 5, 7, 27, 28])
-    # blocks of 4: sequence 0 has blocks that see 4 and 5 keys, sequence 2 one that sees 20, sequence 3 one that sees 1
-    long, late, early, last = [5, 9, 7, 20, 16], [4, 5, 0, 5, 4], [0, 5, 0, 5, 0], [9, 10, 27, 1, 0]
+    queries, keys = [20, 0, 16, 4], [20, 8, 80, 4]
+    # blocks of 16: sequence 0 has blocks that see 16 and 20 keys, sequence 2 one that sees 80, sequence 3 one that sees 4
+    long, late, early, last = [20, 36, 28, 80, 64], [16, 20, 0, 20, 16], [0, 20, 0, 20, 0], [36, 40, 108, 4, 0]
     none = [0, 0, 0, 0, 0]
-    table = block_table(cu_q, cu_k, 4, 10 // 4 + 4, causal=True)
-    assert table.tolist() == [long, late, early, last, none, none]
-    assert block_table(cu_q, cu_k, 4, 6, causal=False).tolist() == [long, early, late, last, none, none]
-    assert block_table(torch.tensor([0, 0]), torch.tensor([0, 9]), 4, 1, causal=True).tolist() == [none]
+    assert table_of(queries, keys, 16) == [long, late, early, last, none, none]
+    assert table_of(queries, keys, 16, causal=False) == [long, early, late, last, none, none]
+    assert table_of([0], [9], 16) == [none]
+
+
+def test_the_block_table_of_many_sequences_is_in_order() -> None:
+    """More blocks than a program writes at once, and more sequences than one counts at once."""
+    queries = [(37 * n) % 90 for n in range(300)] + [16 * 300]
+    keys = [n + (11 * i) % 40 for i, n in enumerate(queries)]
+    table = table_of(queries, keys, 16)
+    first, first_key = [0, *accumulate(queries)], [0, *accumulate(keys)]
+    rows = []
+    for n, (own, seen) in enumerate(zip(queries, keys, strict=True)):
+        for at in range(0, own, 16):
+            diagonal = at + seen - own
+            rows.append((min(diagonal + 16, seen), [first[n] + at, first[n + 1], first_key[n], seen, diagonal]))
+    rows.sort(key=lambda row: -row[0])  # stable
+    assert table == [row for _, row in rows] + [[0] * 5] * (len(table) - len(rows))
 
 
 # ---- numbers worked out by hand ------------------------------------------------------------------------------------------
