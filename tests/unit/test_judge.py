@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from k3dsl.cli.main import app
 from k3dsl.errors import EvaluationError
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime import judge, timing
@@ -162,3 +165,33 @@ def test_a_peer_of_an_op_in_place_is_compared_on_the_state_that_ours_started_fro
     alike = type(op)(**{**vars(op), "peers": lambda: {"itself": op.call}})
     result = timing.bench(alike, dims={"B": 2, "H": 1, "slots": 3}, rep_ms=1)
     assert result.peers[0].difference == {"o": 0.0, "state": 0.0}
+
+
+def test_what_cases_launch_on_a_gpu_is_listed_once_each_without_one():
+    op = get_op("softmax")
+    how = {"knobs": {}, "schedules": {}, "backend": "triton", "device": "cpu", "seed": 0}
+    cases = judge.cases_of(op, "small", {"R": 8, "N": 64})
+    found = judge.planned_launches(op, [*cases, *cases], how)
+    assert [launch.label for launch in found] == ["softmax"]
+    other = judge.planned_launches(op, cases, {**how, "knobs": {"num_warps": 2}})
+    assert other[0].schedule != found[0].schedule
+
+    def broken(device, seed):
+        raise RuntimeError("no inputs")
+
+    assert judge.planned_launches(op, [judge.Case("broken", "given", broken, {})], how) == []
+
+
+def test_an_interrupted_run_tells_what_it_knows(tmp_path, monkeypatch):
+    def some(*_, **__):
+        yield judge.Verdict("first", "mild", {"y": 1e-6}, {"y": 1e-3}, 2, 0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(judge, "judge", some)
+    report = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["run", "kda.decode", "--output", str(report)])
+    assert result.exit_code == 130
+    found = json.loads(report.read_text())
+    assert (found["passed"], found["failed"], [c["case"] for c in found["cases"]]) == (1, 0, ["first"])
+    assert found["not_run"] == len(judge.cases_of(get_op("kda.decode"), "small")) - 1
+    assert "interrupted after 1 of" in result.output
