@@ -275,6 +275,16 @@ def experts_canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     return o if o["dtype"] == f32 else {**o, "precision": "ieee"}
 
 
+WEIGHT_DESCRIPTORS = {"gate_up.descriptors": ("w_gate", "w_up"), "down.descriptors": ("w_down",)}
+"""Weights by the tensor memory accelerator: their addresses take no registers."""
+
+
+def through_tilelang(threads: int) -> dict[str, Any]:
+    """Both grouped products through TileLang."""
+    fields = {"backend": "tilelang", "threads": threads}
+    return {f"{label}.{name}": value for label in ("gate_up", "down") for name, value in fields.items()}
+
+
 EXPERTS = Op(
     name="moe.experts",
     doc="Routed experts: sort, grouped gate and up products with their activation, grouped down product, weighted sum.",
@@ -323,5 +333,9 @@ EXPERTS = Op(
         {"block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 4, "stages": 3},
         {"block_m": 64, "block_n": 256, "block_k": 64, "num_warps": 8, "stages": 3},
         {"block_m": 32, "block_n": 128, "block_k": 128, "num_warps": 4, "stages": 3, "swap_ab": True},
+        {"block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 4, **WEIGHT_DESCRIPTORS},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 4, **WEIGHT_DESCRIPTORS},
+        {"block_m": 64, "block_n": 128, "block_k": 64, "stages": 4, **through_tilelang(256)},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 4, **through_tilelang(256)},
     ),
 )
