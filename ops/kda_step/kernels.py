@@ -92,16 +92,24 @@ def tokens(d, c, inputs, state, conv_state, o, states, windows, head, batch, slo
 
     def token(t, s, *seen):
         """One token; returns the state and the windows after it."""
-        # all reads first: none waits for the sums, which end in barriers
+
+        def gates():
+            decay = exp2(log2_gate(c, g[batch, t, head], head, span(0, d.K), A_log, dt_bias), bound=0.0)
+            return decay, write_strength(c, beta[batch, t, head])
+
+        def output_factors():
+            return norm_weight[:], output_gate[batch, t, head].to(f32)
+
+        # all reads first: none waits for the sums, which end in barriers. Of several tokens the registers do not allow it
+        early = (gates(), output_factors()) if d.T == 1 else (None, None)
         rows = [[*seen[n * S : (n + 1) * S], x[batch, t, head].to(conv_state.dtype)] for n, x in enumerate((q, k, v))]
-        decay = exp2(log2_gate(c, g[batch, t, head], head, span(0, d.K), A_log, dt_bias), bound=0.0)
-        b = write_strength(c, beta[batch, t, head])
-        weight, gate = norm_weight[:], output_gate[batch, t, head].to(f32)
         qf, kf, vf = (activated(c, convolved(w, None, row)) for w, row in zip(taps, rows, strict=True))
         qf, kf = qf * norm_scale(c, qf, 0, c.scale), kf * norm_scale(c, kf, 0, 1.0)
+        decay, b = early[0] or gates()
         s = s * decay[None, :]
         u = (vf - (s * kf[None, :]).sum(1)) * b
         s = s + u[:, None] * kf[None, :]
+        weight, gate = early[1] or output_factors()
         y = gated((s * qf[None, :]).sum(1), weight, gate, c.eps, c.silu, c.approx)
         o[batch, t, head] = y.to(o.dtype)
         # rounded at every token, so that several tokens give what one at a time give
