@@ -26,7 +26,6 @@ from k3dsl.language import (
     ones,
     program_id,
     reciprocal,
-    reduce,
     rsqrt,
     span,
     when,
@@ -53,18 +52,6 @@ def row_sum(tiles: list[Tile]) -> Tile:
     return first
 
 
-def row_sums(a: list[Tile], b: list[Tile]) -> tuple[Tile, Tile]:
-    """`row_sum` of two, in one exchange between threads."""
-    added: dict[int, list[Tile]] = {}
-    for x, y in zip(a, b, strict=True):
-        n = x.shape[1]
-        added[n] = [added[n][0] + x, added[n][1] + y] if n in added else [x, y]
-    first, *rest = (reduce(tuple(pair), 1, lambda x, y, u, v: (x + u, y + v)) for pair in added.values())
-    for pair in rest:
-        first = first[0] + pair[0], first[1] + pair[1]
-    return first[0], first[1]
-
-
 def folded(query: Any, key_norm: Any, cols: list[Any]) -> list[Tile]:
     """The query times the key norm's weight, which the caller may have folded already."""
     weights = [query[x].to(f32) for x in cols]
@@ -75,7 +62,8 @@ def folded(query: Any, key_norm: Any, cols: list[Any]) -> list[Tile]:
 
 def logit(d: Any, c: Any, row: list[Tile], weights: list[Tile]) -> Tile:
     """A row's logit times log2(e), so that the softmax is in base 2."""
-    squares, products = row_sums([x * x for x in row], [x * w for x, w in zip(row, weights, strict=True)])
+    squares = row_sum([x * x for x in row])
+    products = row_sum([x * w for x, w in zip(row, weights, strict=True)])
     return products * rsqrt(squares / d.D + c.eps) * LOG2E
 
 
