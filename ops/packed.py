@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from k3dsl.language import arange, assume, cdiv, i32, loop, span, where, zeros
+from k3dsl.language import arange, assume, cdiv, i32, loop, minimum, program_id, span, where, zeros
 
 BLOCK = 256
 """Sequences that a program counts at a time."""
@@ -24,3 +24,25 @@ def counted(cu_seqlens: Any, sequence: Any, count: Callable[[Any], Any]) -> Any:
         return so_far + where(mine, count((end - start).to(i32)), 0)
 
     return assume(total.sum(0), min=0)
+
+
+class Part(NamedTuple):
+    """What the program of one sequence writes of a table: `count` rows from row `before`. begin, end: of the sequence's tokens;
+    following: the number of the sequence after it, at most N. real: False for the program of the rows that are left."""
+
+    sequence: Any
+    following: Any
+    real: Any
+    begin: Any
+    end: Any
+    before: Any
+    count: Any
+
+
+def part_of(d: Any, cu_seqlens: Any, count: Callable[[Any], Any], bound: Any) -> Part:
+    """Within a kernel of N + 1 programs: the part of this one in a table of `bound` rows, `count` of a length a sequence."""
+    sequence = program_id(0)
+    before = counted(cu_seqlens, sequence, count)
+    real, following = sequence < d.N, minimum(sequence + 1, d.N)
+    begin, end = cu_seqlens[sequence].to(i32), cu_seqlens[following].to(i32)
+    return Part(sequence, following, real, begin, end, before, where(real, count(end - begin), bound - before))

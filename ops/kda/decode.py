@@ -7,7 +7,7 @@ Mathematics: Kimi Linear report (arXiv 2510.26692), section 3. Per head, with th
 from __future__ import annotations
 
 from k3dsl.language import In, InOut, Out, assume, exp2, f32, i32, kernel, program_id, span, when, zeros
-from k3dsl.ops.kda.kernels import log2_gate, norm_scale, write_strength
+from k3dsl.ops.kda.kernels import initial_rows, log2_gate, norm_scale, store_state, write_strength
 
 
 @kernel(grid=lambda d, c: (d.V // c.BV, d.H, d.B))
@@ -42,7 +42,7 @@ def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, hea
     cols = span(block * c.BV, c.BV)
     key_head = head // (d.H // d.HK)
     # all reads first: none waits for the sums, which end in barriers
-    s = (state[slot, head, cols] if c.v_first else state[slot, head, :, cols].T).to(f32)
+    s = initial_rows(c, state, slot, head, cols)
     kf, qf, vf = k[batch, key_head].to(f32), q[batch, key_head].to(f32), v[batch, head, cols].to(f32)
     decay = exp2(log2_gate(c, g[batch, head], head, span(0, d.K), A_log, dt_bias), bound=0.0)
     b = write_strength(c, beta[batch, head])
@@ -52,7 +52,4 @@ def step(d, c, q, k, v, g, beta, A_log, dt_bias, state, o, new_state, block, hea
     s = s + u[:, None] * kf[None, :]
     o[batch, head, cols] = (s * qf[None, :]).sum(1).to(o.dtype)
     target, index = (state, slot) if new_state is None else (new_state, batch)
-    if c.v_first:
-        target[index, head, cols] = s.to(target.dtype)
-    else:
-        target[index, head, :, cols] = s.to(target.dtype).T
+    store_state(c, target, s, block, head, index)

@@ -499,7 +499,7 @@ def carry(d, c, v, factors, initial_state, carried, o, place, block, head, seque
 
 
 def initial_rows(c, initial_state, sequence, head, cols):
-    """A V block of a sequence's initial state as S^T [BV, K] in fp32."""
+    """A V block of a sequence's (or slot's) state as S^T [BV, K] in fp32."""
     s0 = initial_state[sequence, head, cols] if c.v_first else initial_state[sequence, head, :, cols].T
     return s0.to(f32)
 
@@ -556,7 +556,7 @@ def chunk_step(c, s, sb, v_t, w_n, kg_n, qg_n, high, low, aqk_n, decay_n, write)
 
 
 def store_state(c, final_state, state, block, head, sequence):
-    """Writes a V block of the final state in the layout asked for."""
+    """Writes a V block of a state, if it is wanted, in the layout asked for."""
     if final_state is None:
         return
     cols = span(block * c.BV, c.BV)

@@ -202,7 +202,7 @@ def step(d, c, q, k, v, g, beta, state, o, new_state, block, head, batch, slot):
     """S <- 2^gate S; u = beta (v - S^T k), or v where there is no beta; S <- S + k u^T; o = S^T q, on S^T [BV, K] in fp32."""
     cols = span(block * c.BV, c.BV)
     key_head = head // (d.H // d.HK)
-    s = (state[slot, head, cols] if c.v_first else state[slot, head, :, cols].T).to(f32)
+    s = initial_rows(c, state, slot, head, cols)
     # all reads first: none waits for the sums, which end in barriers
     kf, qf, u = k[batch, key_head].to(f32), q[batch, key_head].to(f32), v[batch, head, cols].to(f32)
     decay = None if g is None else exp2(g[batch, head].to(f32) * LOG2E, bound=0.0)  # a log decay is at most 0
@@ -215,7 +215,4 @@ def step(d, c, q, k, v, g, beta, state, o, new_state, block, head, batch, slot):
     s = s + u[:, None] * kf[None, :]
     o[batch, head, cols] = (s * qf[None, :]).sum(1).to(o.dtype)
     target, index = (state, slot) if new_state is None else (new_state, batch)
-    if c.v_first:
-        target[index, head, cols] = s.to(target.dtype)
-    else:
-        target[index, head, :, cols] = s.to(target.dtype).T
+    store_state(c, target, s, block, head, index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from k3dsl.language import In, Out, arange, cdiv, i32, kernel, loop, maximum, minimum, program_id, span, where, zeros
-from k3dsl.ops.packed import counted
+from k3dsl.ops.packed import part_of
 
 BLOCK = 128
 """Rows of a table that a program handles at a time."""
@@ -19,24 +19,27 @@ def blocks(d, c, cu_seqlens=In("N+1", i32), cu_seqlens_k=In("N+1", i32), found=O
     the last of these that the block's first query sees under a causal mask (negative for none), and how many keys the block
     sees: -1 in rows of zeros past the last block. `blocks` is an upper bound. A program has one sequence, the last one what
     is left."""
-    sequence = program_id(0)
-    before = counted(cu_seqlens, sequence, lambda length: cdiv(length, c.block_q))
-    real, after = sequence < d.N, minimum(sequence + 1, d.N)
-    begin, end = cu_seqlens[sequence], cu_seqlens[after]
-    first_key, keys = cu_seqlens_k[sequence], cu_seqlens_k[after] - cu_seqlens_k[sequence]
-    count = where(real, cdiv(end - begin, c.block_q), d.blocks - before)
+    part = part_of(d, cu_seqlens, lambda length: cdiv(length, c.block_q), d.blocks)
+    first_key = cu_seqlens_k[part.sequence]
+    keys = cu_seqlens_k[part.following] - first_key
 
-    @loop(cdiv(count, BLOCK), label="rows")
+    @loop(cdiv(part.count, BLOCK), label="rows")
     def _(i):
-        rows = span(before + i * BLOCK, BLOCK, end=before + count)
+        rows = span(part.before + i * BLOCK, BLOCK, end=part.before + part.count)
         within = (arange(BLOCK) + i * BLOCK) * c.block_q
-        diagonal = within + (keys - (end - begin))
+        diagonal = within + (keys - (part.end - part.begin))
         all_keys = zeros((BLOCK,), i32) + keys
         seen = maximum(minimum(diagonal + c.block_q, keys), 0) if c.causal else all_keys
-        row = (within + begin, zeros((BLOCK,), i32) + end, zeros((BLOCK,), i32) + first_key, all_keys, diagonal)
+        row = (
+            within + part.begin,
+            zeros((BLOCK,), i32) + part.end,
+            zeros((BLOCK,), i32) + first_key,
+            all_keys,
+            diagonal,
+        )
         for column, value in enumerate(row):
-            found[rows, column] = where(real, value, 0)
-        found[rows, SEEN] = where(real, seen, -1)
+            found[rows, column] = where(part.real, value, 0)
+        found[rows, SEEN] = where(part.real, seen, -1)
 
 
 @kernel(grid=lambda d, c: (cdiv(d.blocks, BLOCK),))
