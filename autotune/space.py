@@ -21,7 +21,7 @@ from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target
 
 WARPS = (1, 2, 4, 8, 16)
-THREADS = (128, 256, 384)
+THREADS = (128, 256)
 STAGES = (1, 2, 3, 4)
 REGISTERS = (None, 96, 112, 128, 168)
 """Caps of a thread's registers, for a launch that the op itself caps: elsewhere what a cap saves is spilled."""
@@ -315,7 +315,8 @@ class Space:
         if backend == "triton" and fields["maxnreg"] is not None:
             found.append(("maxnreg", REGISTERS, fields["maxnreg"]))
         if backend == "tilelang" and (warps is None or fields["threads"] != max(128, 32 * warps)):
-            found.append(("threads", self._accepted(backend, "threads", THREADS), fields["threads"]))
+            choices = dict.fromkeys((*self._accepted(backend, "threads", THREADS), fields["threads"]))
+            found.append(("threads", tuple(choices), fields["threads"]))
         for loop in loops:
             if fields["stages"][loop] != depth:
                 found.append((f"stages.{loop}", STAGES, fields["stages"][loop]))

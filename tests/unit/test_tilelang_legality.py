@@ -20,7 +20,7 @@ from k3dsl.backends.tilelang import lower as lowering
 from k3dsl.backends.tilelang.legality import check
 from k3dsl.backends.tilelang.printer import Printer
 from k3dsl.backends.tilelang.schedule import TileLangSchedule
-from k3dsl.errors import BuildError, LegalityError, ResourceError
+from k3dsl.errors import ArgumentError, BuildError, LegalityError, ResourceError
 from k3dsl.language import (
     In,
     InOut,
@@ -96,7 +96,24 @@ def matmul(d, c, a=In("M K", bf16), b=In("K N", bf16), o=Out("M N", bf16)):
     o[rows, cols] = total.to(bf16)
 
 
+def tall(columns: int) -> Kernel:
+    """A product of 192 rows, 64 for each of three warp groups."""
+
+    @kernel(grid=lambda d, c: (d.M // 192,))
+    def k(d, c, a=In("M 1024", bf16), b=In(f"{columns} 1024", bf16), o=Out(f"M {columns}", bf16)):
+        rows = span(program_id(0) * 192, 192)
+
+        @loop(16, init=zeros((192, columns)), label="k")
+        def total(i, acc):
+            return dot(a[rows, span(i * 64, 64)], b[:, span(i * 64, 64)].T, acc=acc)
+
+        o[rows, :] = total.to(bf16)
+
+    return k
+
+
 SQUARE = {"M": 1024, "N": 1024, "K": 1024}
+TALL = {"M": 1920}
 
 
 # ---- names, labels, target -------------------------------------------------------------------------------------------
@@ -210,6 +227,29 @@ def test_registers_that_a_multiprocessor_does_not_have_are_refused_before_a_kern
     generated = unchecked(matmul, SQUARE, threads=128, stages={"k": 2}, min_blocks_per_sm=2)
     assert "__launch_bounds__(256, 2)" in generated
     assert "warpgroup_reg_alloc<240>" in generated
+
+
+def test_three_warp_groups_compute_beside_one_that_copies():
+    source = printed(tall(128), TALL, threads=384, stages={"k": 2})
+    assert "threads=384" in source.text
+    assert "tl.annotate_producer_reg_dealloc(24)\n" in source.text
+    assert "tl.annotate_consumer_reg_alloc(160)\n" in source.text
+    generated = cuda(source)
+    assert "__launch_bounds__(512, 1)" in generated
+    assert "warpgroup_reg_alloc<160>" in generated
+    assert "kFloat32, 64, 128, 16" in generated
+    with pytest.raises(ArgumentError, match="a power of two from 32 to 1024, or 384, got 320"):
+        printed(tall(128), TALL, threads=320)
+
+
+def test_an_instruction_too_wide_for_the_registers_is_refused():
+    text = the_reason("registers", tall(256), TALL, threads=384, stages={"k": 2})
+    assert text.startswith(HERE)
+    assert (
+        "a wgmma instruction of 256 columns needs 154 registers a thread, and a program so large starts with 128"
+        in text
+    )
+    assert reasons(tall(256), TALL, threads=384) == []  # no warp group that copies
 
 
 def test_more_programs_than_a_multiprocessor_has_threads_for_are_refused():

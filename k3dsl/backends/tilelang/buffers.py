@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from k3dsl.backends.tilelang.access import Access
 from k3dsl.backends.tilelang.placement import Placement
 from k3dsl.backends.tilelang.printer import Printer
-from k3dsl.ir.graph import Kernel, Op, walk
+from k3dsl.ir.graph import Kernel
 from k3dsl.ir.types import DType, i32
-
-PRODUCER_THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -59,26 +56,12 @@ class Recorder(Printer):
     def buffers(self) -> list[Buffer]:
         """What was allocated so far, with the copies of the tiles that pipelines read ahead."""
         copies: dict[str, int] = {}
-        for loop in pipelined(self.placement):
+        for loop in self.placement.pipelines():
             for load in self.placement.hoisted[id(loop)]:
                 name = self.shared.get(id(load.result))
                 if name is not None:
                     copies[name] = self.placement.stages(loop)
         return [Buffer(b.kind, b.name, b.sizes, b.dtype, b.where, copies.get(b.name, 1)) for b in self.made]
-
-
-def pipelined(placement: Placement) -> list[Op]:
-    """The loops with a pipeline that has something to copy."""
-    return [op for op in walk(placement.kernel.body) if op.opcode == "loop" and placement.hoisted.get(id(op))]
-
-
-def specialised(placement: Placement) -> bool:
-    """True when TileLang gives the kernel a warp group of its own for copies."""
-    arch = placement.target.arch
-    if not placement.schedule.warp_specialize or not isinstance(arch, int) or arch < 90:
-        return False
-    loads = [load for loop in pipelined(placement) for load in placement.hoisted[id(loop)]]
-    return any(Access(o, placement.kernel, placement.analysis).uses_tma(placement.target) for o in loads)
 
 
 def shared_in_use(text: str, buffers: list[Buffer]) -> list[Buffer]:

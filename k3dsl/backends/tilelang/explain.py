@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3dsl.backends.tilelang.buffers import Recorder, pipelined, shared_in_use, specialised
+from k3dsl.backends.tilelang.buffers import Recorder, shared_in_use
 from k3dsl.backends.tilelang.dots import DotPlan
 from k3dsl.backends.tilelang.legality import check
 from k3dsl.backends.tilelang.placement import Placement
@@ -26,7 +26,7 @@ def explain(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> str:
     if placement.dots:
         lines += ["", "products (M x N x K)", *_aligned([_product(plan) for plan in placement.dots.values()])]
     buffers = {b.name: b for b in printer.buffers()}
-    for loop in pipelined(placement):
+    for loop in placement.pipelines():
         loads, depth = placement.hoisted[id(loop)], placement.stages(loop)
         tiles = [(buffers[printer.shared[id(o.result)]], o.attrs["tensor"]) for o in loads]
         lines += ["", f"loop {loop.attrs['label']}: {depth} stages of {sum(b.bytes for b, _ in tiles) // depth} bytes"]
@@ -51,7 +51,7 @@ def _product(plan: DotPlan) -> tuple[str, ...]:
 
 
 def _threads(schedule: TileLangSchedule, placement: Placement) -> str:
-    return f"{schedule.threads} threads" + (" and a warp group that copies" if specialised(placement) else "")
+    return f"{schedule.threads} threads" + (" and a warp group that copies" if placement.specialised() else "")
 
 
 def _tiles(region: Region, placement: Placement, printer: Recorder) -> list[tuple[str, ...]]:

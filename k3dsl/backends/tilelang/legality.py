@@ -7,10 +7,10 @@ cannot be launched or is wrong. Products that no matrix instruction fits are mul
 from __future__ import annotations
 
 from k3dsl.backends.base import Reason
-from k3dsl.backends.tilelang.buffers import PRODUCER_THREADS, Recorder, shared_in_use, specialised
+from k3dsl.backends.tilelang.buffers import Recorder, shared_in_use
 from k3dsl.backends.tilelang.dots import DotPlan, partition
 from k3dsl.backends.tilelang.emitter import RESERVED
-from k3dsl.backends.tilelang.placement import Placement
+from k3dsl.backends.tilelang.placement import PRODUCER_THREADS, Placement
 from k3dsl.backends.tilelang.prepare import prepared
 from k3dsl.backends.tilelang.schedule import TileLangSchedule
 from k3dsl.backends.tilelang.text import pow2
@@ -24,8 +24,8 @@ RESOURCES = frozenset({"threads", "registers", "blocks_per_sm", "shared_memory"}
 """Codes of reasons that another target, or a smaller schedule, would not have."""
 MAX_FRAGMENT_BYTES = 16384
 """Most that one fragment may take of each thread. Far more than there are registers; beyond it compilers take minutes."""
-DEFAULT_REGISTERS = (24, 240)
-"""What TileLang gives a thread that copies and one that computes, with one or two warp groups that compute."""
+WGMMA_REGISTERS = 26
+"""What ptxas wants for a wgmma instruction beside its accumulators (its message C7602)."""
 _ATOMIC = (f16, bf16, f32, f64, i32, i64)
 
 
@@ -118,7 +118,23 @@ def _dots(kernel: Kernel, placement: Placement) -> list[Reason]:
             )
             fix = "wgmma reads it in groups of 16; use a larger N, fewer threads or policy row"
             reasons.append(Reason("dot_n", f"{message}; {fix}", op.loc))
+        needed, had = min(share, 256) // 2 + WGMMA_REGISTERS, _registers_at_launch(placement)
+        if 0 < had < needed:
+            message = f"{plan.name}: a wgmma instruction of {min(share, 256)} columns needs {needed} registers a thread"
+            fix = "use a smaller N, fewer threads or policy col"
+            reasons.append(Reason("registers", f"{message}, and a program so large starts with {had}; {fix}", op.loc))
     return reasons
+
+
+def _registers_at_launch(placement: Placement) -> int:
+    """Registers a thread that the compiler may count on, before a split between those that copy and those that compute; 0 of
+    more threads than a multiprocessor has."""
+    threads = placement.schedule.threads + (PRODUCER_THREADS if placement.specialised() else 0)
+    blocks = placement.schedule.min_blocks_per_sm or 1
+    target = placement.target
+    if blocks * threads > target.max_threads_per_sm:
+        return 0
+    return min(target.max_registers_per_thread, target.registers_per_sm // (blocks * threads)) // 8 * 8
 
 
 def _takes_wgmma(plan: DotPlan, placement: Placement) -> bool:
@@ -129,7 +145,7 @@ def _takes_wgmma(plan: DotPlan, placement: Placement) -> bool:
 
 def _warps(schedule: TileLangSchedule, placement: Placement, target: Target) -> list[Reason]:
     """Threads, and registers where a warp group of its own copies."""
-    producer = PRODUCER_THREADS if specialised(placement) else 0
+    producer = PRODUCER_THREADS if placement.specialised() else 0
     threads = schedule.threads + producer
     if threads > target.max_threads_per_block:
         own = f" and {producer} that copy" if producer else ""
@@ -144,15 +160,13 @@ def _warps(schedule: TileLangSchedule, placement: Placement, target: Target) -> 
     if blocks * threads > target.max_threads_per_sm:
         message = f"{blocks} programs of {threads} threads exceed the {target.max_threads_per_sm} of a multiprocessor"
         return [Reason("blocks_per_sm", f"{message}; lower min_blocks_per_sm")]
-    if schedule.consumer_registers is not None and schedule.producer_registers is not None:
-        copying, computing = schedule.producer_registers, schedule.consumer_registers
-    elif schedule.threads <= 256:
-        copying, computing = DEFAULT_REGISTERS
-    else:
+    divided = placement.registers()
+    if divided is None:
         return []
-    each = min(target.max_registers_per_thread, target.registers_per_sm // (blocks * threads)) // 8 * 8
+    copying, computing = divided
+    each = _registers_at_launch(placement)
     asked = copying * producer + computing * schedule.threads
-    if not producer or asked <= each * threads:
+    if asked <= each * threads:
         return []
     message = (
         f"{producer} threads of {copying} registers and {schedule.threads} of {computing} are {asked}, "

@@ -20,6 +20,9 @@ from k3dsl.ir.scalars import uniform_constant
 from k3dsl.passes.affine import IndexAnalysis
 from k3dsl.targets import Target
 
+PRODUCER_THREADS = 128
+REGISTERS = {128: (24, 240), 256: (24, 240), 384: (24, 160)}
+"""What a thread that copies gets and one that computes, by the threads that compute; TileLang's own for up to 256."""
 SUMS = ("reduce", "scan", "argmax", "argmin")
 CHEAP = 2
 """Folding a value into several loops repeats its work; this many simple operations are cheaper than a buffer."""
@@ -81,6 +84,27 @@ class Placement:
     def stages(self, loop: Op) -> int:
         """Pipeline depth of a loop."""
         return self.depth[id(loop)]
+
+    def pipelines(self) -> list[Op]:
+        """The loops with a pipeline that has something to copy."""
+        return [op for op in walk(self.kernel.body) if op.opcode == "loop" and self.hoisted.get(id(op))]
+
+    def specialised(self) -> bool:
+        """True when TileLang gives the kernel a warp group of its own for copies."""
+        arch = self.target.arch
+        if not self.schedule.warp_specialize or not isinstance(arch, int) or arch < 90:
+            return False
+        loads = [load for loop in self.pipelines() for load in self.hoisted[id(loop)]]
+        return any(Access(o, self.kernel, self.analysis).uses_tma(self.target) for o in loads)
+
+    def registers(self) -> tuple[int, int] | None:
+        """Registers of a thread that copies and of one that computes, where those are divided and known."""
+        schedule = self.schedule
+        if not self.specialised():
+            return None
+        if schedule.producer_registers is not None and schedule.consumer_registers is not None:
+            return schedule.producer_registers, schedule.consumer_registers
+        return REGISTERS.get(schedule.threads)
 
     def anchored(self, v: Value) -> bool:
         """True when the value is laid out like a matrix product's accumulator."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from k3dsl.backends.tilelang.access import Access, shape_text, strides_text
 from k3dsl.backends.tilelang.elementwise import negated
 from k3dsl.backends.tilelang.overlap import overlapped
+from k3dsl.backends.tilelang.placement import REGISTERS
 from k3dsl.backends.tilelang.prelude import prelude
 from k3dsl.backends.tilelang.products import ProductPrinter
 from k3dsl.backends.tilelang.text import all_of, atom, dim_text, literal, opened, tl_dtype, total
@@ -77,9 +78,10 @@ class Printer(ProductPrinter):
         schedule = self.schedule
         if schedule.min_blocks_per_sm is not None:
             self.line(f"tl.annotate_min_blocks_per_sm({schedule.min_blocks_per_sm})")
-        if schedule.producer_registers is not None:
-            self.line(f"tl.annotate_producer_reg_dealloc({schedule.producer_registers})")
-            self.line(f"tl.annotate_consumer_reg_alloc({schedule.consumer_registers})")
+        divided = self.placement.registers()
+        if divided is not None and divided != REGISTERS[128]:
+            self.line(f"tl.annotate_producer_reg_dealloc({divided[0]})")
+            self.line(f"tl.annotate_consumer_reg_alloc({divided[1]})")
         if schedule.swizzle is not None:
             self.line(f"tl.use_swizzle(panel_size={schedule.swizzle})")
 
@@ -130,14 +132,22 @@ class Printer(ProductPrinter):
             self.bind(v, self.at(operand, at), op.loc)
             return
         text = self.applied(op, [self.scalar(o) for o in op.operands])
-        if not self.inlined_scalars and _is_a_choice_of_choices(op):
-            # as a variable: with such an expression in its indices TileLang's prover does not come back
+        if not self.inlined_scalars and (_is_a_choice_of_choices(op) or self._finds_numbers(op)):
+            # as a variable: with such an expression in its indices TileLang's prover takes minutes, or does not come back
             name = self.name(v.name, "s")
             self.line(f"{name} = tl.alloc_var({tl_dtype(v.dtype)})", op.loc)
             self.line(f"{name} = {text}")
             self.text_of[id(v)] = name
             return
         self.bind(v, text, op.loc)
+
+    def _finds_numbers(self, op: Op) -> bool:
+        """Whether a scalar is a sum with a quotient and a remainder that serves to find numbers in memory alone."""
+        v, made = op.result, {x.opcode for x in _sources(op, ("add", "mul", "floordiv", "mod"))}
+        users = [use.op for use in self.placement.uses.uses(v)]
+        finds = any(user.opcode == "load" and not user.result.shape for user in users)
+        alone = all(user.opcode != "store" and user.results and not user.result.shape for user in users)
+        return op.opcode == "add" and {"floordiv", "mod"} <= made and finds and alone
 
     def bind(self, v: Value, text: str, loc: str | None, keep: bool = False) -> None:
         """A scalar: folded into its users while short, else a variable."""
@@ -332,11 +342,14 @@ class Printer(ProductPrinter):
                 self.line("tl.fence_proxy_async()")
 
     def _patch(self, op: Op) -> None:
-        """Rows past the span's end, which the copy has read from what follows, get what they should read as."""
+        """Rows past the span's end, which the copy has read from what follows, get what they should read as. A tile whose last
+        row lies before the end has none: all threads see that alike."""
         v = op.result
         access = Access(op, self.kernel, self.analysis)
         other = literal(op.attrs.get("other", 0.0), v.dtype)
-        with self.over(v.shape, op.loc) as at:
+        last = access.past_end([str(n - 1) for n in v.shape], self.scalar)
+        self.line(f"if {negated(all_of(last))}:", op.loc)
+        with self.indented(), self.over(v.shape, op.loc) as at:
             self.line(f"if {negated(all_of(access.past_end(at, self.scalar)))}:")
             with self.indented():
                 self.line(f"{self.buffer_at(self.shared[id(v)], v.shape, at)} = {other}")
@@ -443,12 +456,12 @@ class Printer(ProductPrinter):
         return any(self._reads_carry(o, carry) for o in v.op.operands)
 
 
-def _sources(op: Op) -> Iterator[Op]:
-    """The ops that a scalar is computed from."""
+def _sources(op: Op, among: tuple[str, ...] | None = None) -> Iterator[Op]:
+    """The ops that a scalar is computed from; with among, as far as these reach."""
     for v in op.operands:
-        if not v.shape and v.op is not None:
+        if not v.shape and v.op is not None and (among is None or v.op.opcode in among):
             yield v.op
-            yield from _sources(v.op)
+            yield from _sources(v.op, among)
 
 
 def _is_a_choice_of_choices(op: Op) -> bool:

@@ -14,8 +14,8 @@ POLICIES = ("row", "col", "square")
 
 @dataclass(frozen=True)
 class TileLangSchedule:
-    """threads: of the program's compute part, a power of two from 32 to 1024. stages: pipeline depth by loop label; 1 is
-    no pipelining.
+    """threads: of the program's compute part, a power of two from 32 to 1024, or 384. stages: pipeline depth by loop label;
+    1 is no pipelining.
 
     warp_specialize: whether a pipelined loop gets a warp group of its own for copies (128 more threads).
     min_blocks_per_sm: programs that a multiprocessor must have room for, or None. producer_registers,
@@ -37,8 +37,8 @@ class TileLangSchedule:
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        if self.threads not in (32, 64, 128, 256, 512, 1024):
-            raise ArgumentError(f"threads must be a power of two from 32 to 1024, got {self.threads!r}")
+        if self.threads not in (32, 64, 128, 256, 384, 512, 1024):
+            raise ArgumentError(f"threads must be a power of two from 32 to 1024, or 384, got {self.threads!r}")
         if not isinstance(self.stages, Mapping):
             raise ArgumentError(f"stages go by loop label, got {self.stages!r}", fix="name the loop: stages.LABEL=3")
         for label, n in self.stages.items():
