@@ -384,7 +384,7 @@ op_case("gated_rmsnorm", {"N": 5, "H": 3, "D": 48}, tokens=2, heads=2, activatio
 # ---- KDA: against the recurrence in float64, and factor by factor against the torch backend ----------------------------
 
 
-def kda_forward(gram: str, **changes: Any) -> Outcome:
+def kda_forward(gram: str, own_tails: bool = False, **changes: Any) -> Outcome:
     case = Case("interpreted", T=40, H=2, K=64, V=64, dtype=torch.float32, state_v_first=True, **changes)
     kwargs = make(case)
     options = FORWARD.resolve_options(
@@ -402,7 +402,8 @@ def kda_forward(gram: str, **changes: Any) -> Outcome:
     dims = {"H": 2, "HK": 2, "K": 64, "V": 64, "B": 1, "N": 1, "T": Sym("T", min=1)}
     knobs = FORWARD.resolve_knobs({"chunk": 16, "block_v": 32, "vector": 4})
     original = plans.variant
-    with mock.patch.object(plans, "variant", lambda *x: {**original(*x), "gram": gram, "gram_dtype": f32}):
+    forced = {"gram": gram, "gram_dtype": f32, "own_tails": own_tails}
+    with mock.patch.object(plans, "variant", lambda *x: {**original(*x), **forced}):
         plan = plans.forward(dims, knobs, options, "torch")
     tensors = {n: kwargs[n] for n in ("q", "k", "v", "g", "beta", "A_log")}
     if options["dt_bias"]:
@@ -421,6 +422,7 @@ def kda_forward(gram: str, **changes: Any) -> Outcome:
 
 
 CASES["kda-anchor"] = lambda: kda_forward("anchor")
+CASES["kda-anchor-own-tails"] = lambda: kda_forward("anchor", own_tails=True)
 CASES["kda-levels-bounded"] = lambda: kda_forward("levels")
 CASES["kda-levels-softplus"] = lambda: kda_forward("levels", gate="softplus")
 
@@ -498,6 +500,7 @@ op_case("moe.situ", {"R": 5, "I": 70}, block=64, backward=True)
 EXPERTS = {"block_m": 16, "block_n": 32, "block_k": 32, "block_d": 128, "chunk": 64}
 op_case("moe.experts", {"T": 9, "E": 5, "K": 2, "D": 48, "I": 40}, **EXPERTS)
 op_case("moe.experts", {"T": 9, "E": 5, "K": 2, "D": 48, "I": 40}, **EXPERTS, swap_ab=True, group=4, ranks=2)
+op_case("moe.experts", {"T": 9, "E": 5, "K": 2, "D": 48, "I": 40}, **EXPERTS, gather="before", wide_down=True)
 
 CASES["kda-step"] = kda_step
 CASES["kda-step-kept"] = lambda: kda_step(kept=True, v_first=True)

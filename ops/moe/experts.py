@@ -75,7 +75,7 @@ def moe_sort(ids: torch.Tensor, num_experts: int, block_m: int = 64) -> ExpertOr
     Args:
         ids: [T, K] int32 or int64. What is no expert (-1, or num_experts and above) counts as nothing.
         num_experts: E.
-        block_m: rows of a block, 16, 32, 64, 128 or 256.
+        block_m: rows of a block, 16, 32, 64, 128, 192 or 256.
 
     Returns:
         order [T K]: the pairs by expert, those of no expert last. slots [T K]: where each pair is in it, -1 for one of no

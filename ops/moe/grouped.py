@@ -100,22 +100,31 @@ def multiply(c, rows, weight, acc):
     return dot(rows, weight.T, acc=acc, precision=c.precision)
 
 
+@kernel(grid=lambda d, c: (cdiv(d.T * d.K, c.gather_rows), cdiv(d.D, c.gather_columns)))
+def gather(d, c, x=In("T D"), order=In("T*K", i32), expert_offsets=In("E+1", i32), xs=Out("T*K D")):
+    """Rows of x in the order of their experts, so that the products take them a block at a time."""
+    rows = span(program_id(0) * c.gather_rows, c.gather_rows, end=expert_offsets[d.E])
+    cols = span(program_id(1) * c.gather_columns, c.gather_columns, end=d.D)
+    xs[rows, cols] = x[order[rows] // d.K, cols]
+
+
 @kernel(grid=lambda d, c: (programs(d, c, d.I),))
 def gate_up(
     d,
     c,
-    x=In("T D"),
+    x=In("T D", optional=True),
+    xs=In("T*K D", optional=True),
     w_gate=In("E I DP"),
     w_up=In("E I DP"),
     gate_scale=In("E I D//32", u8, optional=True),
     up_scale=In("E I D//32", u8, optional=True),
-    order=In("T*K", i32),
+    order=In("T*K", i32, optional=True),
     expert_offsets=In("E+1", i32),
     block_expert=In("bound", i32),
     block_row=In("bound", i32),
     h=Out("T*K I"),
 ):
-    """h = the gated activation of x w_gate^T and x w_up^T, rows of x gathered by expert."""
+    """h = the gated activation of x w_gate^T and x w_up^T, rows of x by expert: gathered here, or before (xs)."""
     block, column = block_of(d, c, d.I)
     expert = expert_of(d, c, block, block_expert)
 
@@ -124,16 +133,18 @@ def gate_up(
         first = block_row[block]
         rows = span(first, c.block_m, end=expert_offsets[expert + 1])
         cols = span(column * c.block_n, c.block_n, end=d.I)
-        # a row past the expert's last reads token 0: rows do not mix, and it is not written
-        tokens = order[rows] // d.K
+        if xs is None:  # a row past the expert's last reads token 0: rows do not mix, and it is not written
+            source, taken = x, order[rows] // d.K
+        else:  # there it is the next one's, or was never written
+            source, taken = xs, span(first, c.block_m, end=d.T * d.K)
         shape = (c.block_n, c.block_m) if c.swap_ab else (c.block_m, c.block_n)
 
         @loop(cdiv(d.D, c.block_k), init=(zeros(shape, f32), zeros(shape, f32)), label="k")
         def products(i, gate, up):
-            taken = x[tokens, span(i * c.block_k, c.block_k, end=d.D)]
+            tile = source[taken, span(i * c.block_k, c.block_k, end=d.D)]
             left = weight_tile(c, w_gate, gate_scale, expert, cols, i, d.D)
             right = weight_tile(c, w_up, up_scale, expert, cols, i, d.D)
-            return multiply(c, taken, left, gate), multiply(c, taken, right, up)
+            return multiply(c, tile, left, gate), multiply(c, tile, right, up)
 
         y = activated(c, products[0], products[1]).to(h.dtype)
         h[rows, cols] = y.T if c.swap_ab else y

@@ -7,13 +7,15 @@ from typing import Any
 
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.symbols import Expr, cdiv, smaller
-from k3dsl.ir.types import f32, u8
+from k3dsl.ir.types import f32, i32, u8
 from k3dsl.ops.common import Schedules, Settings, Strides, launch_of, one_launch, spec_of, traced
 from k3dsl.ops.moe import grouped, routing
 from k3dsl.runtime.plan import Launch, Plan, buffers_of
 
 SORTED = ("order", "slots", "expert_offsets", "block_expert", "block_row")
 """What sorting makes for the products."""
+GATHER_ROWS, GATHER_COLUMNS = 4, 1024
+"""What a program of the gather moves."""
 _SORTING = ("counts", "base", "block_offsets")
 
 
@@ -131,7 +133,8 @@ def experts(
     schedules: Schedules = None,
     strides: Strides = None,
 ) -> Plan:
-    """Sorting, gate and up with the activation, down, combine. dims: T, K, E, D, I."""
+    """Sorting, with gather='before' the tokens' rows by expert, gate and up with the activation, down, combine. dims: T, K, E,
+    D, I."""
     spec, io, packed = spec_of(strides), options["dtype"], options["weights"] == "mxfp4"
     c = {**knobs, **options, "precision": options["precision"] if io == f32 else None}
     d = sorting_dims(dims, c)
@@ -145,18 +148,25 @@ def experts(
         return {n: x for n, x in (weights | scales).items() if n in names}
 
     kernels, launches = sorting(d, c, backend, schedules, strides)
-    first = traced(
-        grouped.gate_up, d, c, {"x": spec("x", io), **pick("w_gate", "w_up", "gate_scale", "up_scale"), "h": io}
-    )
-    second = traced(grouped.down, d, c, {"h": io, **pick("w_down", "down_scale"), "y": io})
+    before = knobs["gather"] == "before"
+    rows = {"x": None, "xs": io, "order": None} if before else {"x": spec("x", io), "xs": None, "order": i32}
+    first = traced(grouped.gate_up, d, c, {**rows, **pick("w_gate", "w_up", "gate_scale", "up_scale"), "h": io})
+    wide = {"block_n": knobs["block_n"] * (2 if knobs["wide_down"] else 1)}
+    second = traced(grouped.down, d, c | wide, {"h": io, **pick("w_down", "down_scale"), "y": io})
     last = traced(grouped.combine, d, c, {"y": io, "weights": f32, "out": io})
     default = {"num_warps": knobs["num_warps"], "stages": {"k": knobs["stages"]}}
-    own = {"threads": max(128, 32 * knobs["num_warps"]), "stages": {"k": knobs["stages"]}}
+    threads = 384 if knobs["block_m"] == 192 else max(128, 32 * knobs["num_warps"])  # three warp groups of 64 rows
+    own = {"threads": threads, "stages": {"k": knobs["stages"]}}
+    if before:
+        c |= {"gather_rows": GATHER_ROWS, "gather_columns": min(GATHER_COLUMNS, 1 << (d["D"] - 1).bit_length())}
+        moved = traced(grouped.gather, d, c, {"x": spec("x", io), "xs": io})
+        kernels.append(moved)
+        launches.append(launch_of("gather", moved, backend, schedules, {"num_warps": 4}))
     launches += [
         launch_of("gate_up", first, backend, schedules, default, own),
         launch_of("down", second, backend, schedules, default, own),
         launch_of("combine", last, backend, schedules, {"num_warps": 4}),
     ]
     kernels += [first, second, last]
-    buffers = buffers_of(kernels, scratch=(*_SORTING, *SORTED, "h", "y"))
+    buffers = buffers_of(kernels, scratch=(*_SORTING, *SORTED, *(["xs"] if before else []), "h", "y"))
     return Plan("moe.experts", d, buffers, tuple(launches), knobs, options)

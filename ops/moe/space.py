@@ -210,7 +210,7 @@ SORT = Op(
         Dim("K", 16, "experts a token takes", static=True),
     ),
     knobs=(_CHUNK,),
-    options=(Option("block_m", (16, 32, 64, 128, 256), 64, "rows of a block"), _IDS),
+    options=(Option("block_m", (16, 32, 64, 128, 192, 256), 64, "rows of a block"), _IDS),
     plan=plans.sort,
     launches=("count", "offsets", "place"),
     inputs=judge.sort_inputs,
@@ -275,14 +275,15 @@ def experts_canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     return o if o["dtype"] == f32 else {**o, "precision": "ieee"}
 
 
-WEIGHT_DESCRIPTORS = {"gate_up.descriptors": ("w_gate", "w_up"), "down.descriptors": ("w_down",)}
-"""Weights by the tensor memory accelerator: their addresses take no registers."""
+GATHERED = {"gather": "before", "gate_up.descriptors": ("xs", "w_gate", "w_up"), "down.descriptors": ("h", "w_down")}
+"""Every operand of the products by the tensor memory accelerator."""
 
 
 def through_tilelang(threads: int) -> dict[str, Any]:
-    """Both grouped products through TileLang."""
-    fields = {"backend": "tilelang", "threads": threads}
-    return {f"{label}.{name}": value for label in ("gate_up", "down") for name, value in fields.items()}
+    """Both grouped products through TileLang, of rows that are gathered already: its copies bring in all operands."""
+    fields = {"backend": "tilelang", "threads": threads, "overlap": True}
+    products = {f"{label}.{name}": value for label in ("gate_up", "down") for name, value in fields.items()}
+    return {"gather": "before", **products}
 
 
 EXPERTS = Op(
@@ -296,11 +297,13 @@ EXPERTS = Op(
         Dim("I", 3072, "width between the products", static=True),
     ),
     knobs=(
-        Knob("block_m", (16, 32, 64, 128, 256), 64, "rows a program computes"),
+        Knob("block_m", (16, 32, 64, 128, 192, 256), 64, "rows a program computes"),
         Knob("block_n", (32, 64, 128, 256), 128, "columns a program computes"),
         Knob("block_k", (32, 64, 128), 64, "columns of a row in one step"),
         Knob("group", (1, 2, 4, 8, 16), 1, "row blocks that run together through a block of columns"),
+        Knob("gather", ("inside", "before"), "inside", "who brings tokens' rows by expert: the products, or a launch"),
         Knob("swap_ab", (False, True), False, "weights are the tall operand of the instruction, tokens the narrow one"),
+        Knob("wide_down", (False, True), False, "the down product, of one sum, takes twice the columns"),
         Knob("num_warps", (2, 4, 8), 8, "warps a program of the products"),
         Knob("stages", (1, 2, 3, 4, 5), 3, "steps in flight"),
         Knob("block_d", (128, 256, 512, 1024, 2048, 4096), 4096, "columns a program of the sum computes"),
@@ -315,7 +318,7 @@ EXPERTS = Op(
         Option("ranks", (), 1, "ranks that share the router's experts: one choice in so many is an expert here"),
     ),
     plan=plans.experts,
-    launches=("count", "offsets", "place", "gate_up", "down", "combine"),
+    launches=("count", "offsets", "place", "gather", "gate_up", "down", "combine"),
     inputs=judge.experts_inputs,
     cases=judge.experts_cases,
     call=judge.experts_call,
@@ -329,13 +332,12 @@ EXPERTS = Op(
     cpu_heuristic=experts_cpu_rule,
     cpu_dims={"T": 64, "E": 16, "K": 4, "D": 128, "I": 96},
     seeds=(
+        {"block_m": 192, "block_n": 128, "block_k": 64, "stages": 4, **through_tilelang(384)},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 4, "wide_down": True, **through_tilelang(256)},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 4, **GATHERED},
+        {"block_m": 64, "block_n": 256, "block_k": 64, "num_warps": 8, "stages": 3},
         {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 3, "group": 2},
         {"block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 4, "stages": 3},
-        {"block_m": 64, "block_n": 256, "block_k": 64, "num_warps": 8, "stages": 3},
         {"block_m": 32, "block_n": 128, "block_k": 128, "num_warps": 4, "stages": 3, "swap_ab": True},
-        {"block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 4, **WEIGHT_DESCRIPTORS},
-        {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 4, **WEIGHT_DESCRIPTORS},
-        {"block_m": 64, "block_n": 128, "block_k": 64, "stages": 4, **through_tilelang(256)},
-        {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 4, **through_tilelang(256)},
     ),
 )

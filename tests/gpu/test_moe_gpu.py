@@ -58,7 +58,8 @@ def test_the_whole_set_of_cases(name: str, case: Case, poisoned_memory: None) ->
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("knobs", [*({"block_m": m, "swap_ab": s} for m in (16, 32, 64) for s in (False, True)),
-                                   {"block_m": 128}, {"group": 4, "block_m": 16}, {"stages": 1}, {"stages": 4}])  # fmt: skip
+                                   {"block_m": 128}, {"group": 4, "block_m": 16}, {"stages": 1}, {"stages": 4},
+                                   {"gather": "before"}, {"gather": "before", "wide_down": True, "block_m": 192}])  # fmt: skip
 def test_every_way_to_run_the_experts_is_right(knobs: dict[str, Any], packed: bool, poisoned_memory: None) -> None:
     x = inputs.experts(200, 24, 4, 416, 288, "cuda", 0, packed=packed, routing="popular")
     small = {"block_n": 64, "block_k": 64, "num_warps": 4, **knobs}

@@ -23,6 +23,7 @@ POINTS: dict[str, tuple[str, Mapping[str, int], Mapping[str, Any], tuple[str, ..
     "some": ("moe.experts", SOME, {}, ("gate_up", "down")),
     "many": ("moe.experts", MANY, {}, ("gate_up", "down", "combine")),
     "grouped": ("moe.experts", SOME, {"group": 4}, ("gate_up",)),
+    "gathered": ("moe.experts", SOME, {"gather": "before", "wide_down": True}, ("gather", "gate_up", "down")),
     "few-mxfp4": ("moe.experts", FEW, {"weights": "mxfp4"}, ("gate_up", "down")),
     "some-mxfp4": ("moe.experts", SOME, {"weights": "mxfp4"}, ("gate_up", "down")),
     "many-mxfp4": ("moe.experts", MANY, {"weights": "mxfp4"}, ("gate_up", "down")),

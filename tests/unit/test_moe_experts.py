@@ -177,6 +177,8 @@ KNOBS: list[dict[str, Any]] = [
     {"block_m": 128, "block_n": 32, "num_warps": 4},
     {"block_m": 16, "swap_ab": True, "group": 4},
     {"block_m": 16, "group": 8, "block_n": 32},
+    {"block_m": 16, "gather": "before"},
+    {"block_m": 192, "gather": "before", "wide_down": True, "swap_ab": True},
     {"block_k": 32, "block_d": 128},
     {"block_k": 128, "block_n": 256, "chunk": 64},
 ]

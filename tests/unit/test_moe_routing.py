@@ -248,7 +248,7 @@ WRONG = [
     (lambda: ops.moe_sort(IDS.float(), 4), "ids", "float32, needs int32 or int64", "int32"),
     (lambda: ops.moe_sort(IDS[0], 4), "ids", "needs 2 dims [T, K]", "K experts of each token"),
     (lambda: ops.moe_sort(IDS, 0), "num_experts", "0", "at least 1"),
-    (lambda: ops.moe_sort(IDS, 4, 48), "block_m", "48", "16, 32, 64, 128, 256"),
+    (lambda: ops.moe_sort(IDS, 4, 48), "block_m", "48", "16, 32, 64, 128, 192, 256"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,12 @@ VARIANTS = {
     "attention.decode": ({}, {"splits": 8}),
     "moe.topk": ({}, {"scoring": "softmax"}),
     "moe.router": ({}, {"dtype": "f32", "splits": 4, "bias": False}),
-    "moe.experts": ({}, {"weights": "mxfp4", "swap_ab": True}, {"activation": "silu", "group": 4}),
+    "moe.experts": (
+        {},
+        {"weights": "mxfp4", "swap_ab": True},
+        {"activation": "silu", "group": 4},
+        {"gather": "before"},
+    ),
     "moe.situ": ({}, {"backward": True}),
 }
 POINTS = [(name, settings) for name in op_names() for settings in VARIANTS.get(name, ({},))]

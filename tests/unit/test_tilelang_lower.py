@@ -179,6 +179,19 @@ def test_a_choice_between_numbers_from_memory_does_not_hang_the_compiler():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(40)
+def test_a_number_that_finds_numbers_in_memory_does_not_slow_the_compiler_down():
+    """40 s with the quotient and the remainder in every index, 8 with a variable."""
+    settings = {"block_m": 128, "block_n": 128, "group": 2, "gather": "before"}
+    plan = get_op("moe.experts").point({"T": 1024}, settings, symbolic=True).plan("tilelang")
+    (gate_up,) = (x for x in plan.launches if x.label == "gate_up")
+    text = lower(gate_up, get_target("sm_90a")).text
+    assert "block = tl.alloc_var(tl.int32)" in text
+    assert "expert_offsets[expert + 1]" in text
+    assert fitted(gate_up, get_target("sm_90a"))[1].inspection.instructions["wgmma"] > 0
+
+
+@pytest.mark.slow
 def test_prep_of_packed_sequences_fits_for_every_gate():
     """430 KiB of shared memory a program without it."""
     for gate in ("bounded", "softplus"):
