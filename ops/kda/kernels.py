@@ -11,6 +11,7 @@ gate, k and q normalised, q scaled:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from k3dsl.language import (
@@ -120,16 +121,31 @@ def prep(
     head, chunk, batch = program_id(0), d.first + program_id(1), program_id(2)
     factors = anchored_factors if c.gram == "anchor" else level_factors
     out = (w, kg, qg, x, aqk, decay)
-    if not c.varlen:
-        rows = span(chunk * c.C, c.C, end=d.T if c.tail else None)
+
+    def make(rows):
         factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows)
+
+    if not c.varlen:
+        each_tail(c, chunk * c.C, d.T if c.tail else None, make)
         return
     start = chunk_table[chunk, 0]
 
     @when(start >= 0)
     def _():
-        rows = span(assume(start, min=0), c.C, end=chunk_table[chunk, 1])
-        factors(d, c, q, k, g, beta, A_log, dt_bias, out, head, batch, chunk, rows)
+        each_tail(c, assume(start, min=0), chunk_table[chunk, 1], make)
+
+
+def each_tail(c: Any, start: Any, end: Any, make: Callable[[Any], None]) -> None:
+    """Makes the chunk of rows from `start`. With own_tails one that the sequence's end cuts short has code of its own, and the
+    rest needs no masks."""
+    if end is None:
+        make(span(start, c.C))
+    elif not c.own_tails:
+        make(span(start, c.C, end=end))
+    else:
+        after = scalar(start + c.C)
+        when(after <= end)(lambda: make(span(start, c.C)))
+        when(after > end)(lambda: make(span(start, c.C, end=end)))
 
 
 def valid_rows(c: Any, rows: Any, shape: tuple[int, ...]) -> Tile | None:

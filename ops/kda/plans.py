@@ -62,6 +62,7 @@ def variant(dims: Dims, knobs: Settings, options: Settings) -> dict[str, Any]:
         "scale": options["scale"] if options["scale"] is not None else dims["K"] ** -0.5,
         "varlen": options["varlen"],
         "tail": tail(dims["T"], knobs["chunk"]) if "T" in dims else False,
+        "own_tails": False,
         "v_first": options["v_first"],
         "factors": factors,
         "guard": factors == f16,
@@ -210,7 +211,10 @@ def kernel_of(kernel: Any, d: Dims, c: Settings, types: Mapping[str, Any]) -> IR
 
 def two_passes(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
     """prep, and the scan over whole sequences or over segments."""
-    prep = kernel_of(kernels.prep, d, c, types)
+    # TileLang gives the tiles of two branches no common memory, and the CPU runs masked programs all at once
+    generating = (schedules or {}).get("prep", {}).get("backend", backend) if backend != "torch" else backend
+    own_tails = c["own_tails"] or (generating == "triton" and c["gram_dtype"] != f32)
+    prep = kernel_of(kernels.prep, d, {**c, "own_tails": own_tails}, types)
     first = launch_of("prep", prep, backend, schedules, prep_schedule(c), {"threads": 128})
     if c["segments"] > 1:
         return [first, *segmented(d, c, types, backend, schedules)]
@@ -260,7 +264,7 @@ def segmented(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, sche
         both.append(launch_of("transitions", transitions, backend, schedules, own, own_tilelang))
     return [
         *both,
-        launch_of("fold", fold, backend, schedules, {"num_warps": 8, "stages": {"segments": 2}}),
+        launch_of("fold", fold, backend, schedules, {"num_warps": 8, "stages": {"segments": 3}}),
         *guarded("scan", segments.segment_scan, "rescan", segments.segment_rescan, d, c, types, backend, schedules),
     ]
 

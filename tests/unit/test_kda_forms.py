@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from k3dsl.backends.torch import evaluate, to_torch
 from k3dsl.errors import LegalityError
+from k3dsl.ir.graph import walk
 from k3dsl.ir.types import bf16, f32
 from k3dsl.ops import kda
+from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.inputs import FAMILIES, Case, families, make
 from k3dsl.ops.kda.reference import recurrence
 from k3dsl.ops.kda.space import FORWARD
@@ -45,6 +49,44 @@ def check_against_serial(case: Case, kwargs: dict[str, Any], segments: int, **kn
         error = relative_rms(before, want)
         assert relative_rms(got, want) <= 1.1 * error + 1e-7
         assert relative_rms(got, before) <= error
+
+
+# ---- prep ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_cut_short_have_the_same_factors_from_code_of_their_own(
+    gate: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Triton prep has two bodies, one of them without masks; the CPU runs the masked one unless it is told."""
+    T, offsets = (331, RAGGED) if packed else (131, (0, 131))
+    dims: dict[str, Any] = {"T": T, "H": 2, "HK": 2, "K": 64, "V": 64, "B": 1, "N": len(offsets) - 1}
+    settings = {"gate": gate, "lower_bound": None if gate == "softplus" else -5.0, "varlen": packed}
+    assert FORWARD.inputs is not None
+    drawn = FORWARD.inputs(FORWARD.resolve_dims(dims), FORWARD.resolve_options(settings), "cpu", 0)
+    original, found = plans.variant, []
+    for own in (False, True):
+        monkeypatch.setattr(plans, "variant", lambda *x, own=own: {**original(*x), "own_tails": own})
+        plan = FORWARD.point(dims, settings, symbolic=True).plan("torch")
+        (prep,) = (launch.kernel for launch in plan.launches if launch.label == "prep")
+        assert (len([op for op in walk(prep.body) if op.opcode == "when"]) >= 2) == own
+        sizes = {**dims, "chunks": -(-T // 32) + packed * dims["N"]}
+        tensors = {n: t for n, t in drawn.items() if isinstance(t, torch.Tensor)}
+        if packed:
+            rows = [(first, end) for begin, end in pairwise(offsets) for first in range(begin, end, 32)]
+            rows += [(-1, 0)] * (sizes["chunks"] - len(rows))
+            tensors["chunk_table"] = torch.tensor(rows, dtype=torch.int32)
+        for name in plans.FACTORS:
+            b = plan.buffers[name]
+            shape = [e.evaluate(sizes) for e in b.shape]
+            tensors[name] = torch.full(shape, -1.0, dtype=to_torch(b.dtype))
+        tensors["dt_bias"] = tensors["dt_bias"].view(2, 64)
+        evaluate(prep, {t.name: tensors[t.name] for t in prep.tensors}, {s.name: sizes[s.name] for s in prep.dims})
+        found.append(tensors)
+    for name in plans.FACTORS:
+        assert not (found[0][name] == -1.0).all()
+        assert torch.equal(*(f[name].view(torch.uint8) for f in found)), name
 
 
 # ---- segments --------------------------------------------------------------------------------------------------------
