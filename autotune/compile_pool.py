@@ -133,8 +133,9 @@ class CompilePool:
             earlier = itertools.takewhile(lambda b: b is not batch, self._batches)
             if self._busy >= self.jobs or any(b.waits for b in earlier):
                 return None
+            child = self._idle.pop() if self._idle else Child(f"{__name__}:serve", (self.target,), NO_GPU)
             self._busy += 1
-            return self._idle.pop() if self._idle else Child(f"{__name__}:serve", (self.target,), NO_GPU)
+            return child
 
     def put_back(self, child: Child, reusable: bool) -> None:
         """Takes a process back; one that may not go on is ended."""
@@ -193,8 +194,8 @@ class Batch:
 
     @property
     def waits(self) -> bool:
-        """Whether there is work that no process has taken on."""
-        return self.running and bool(self._waiting)
+        """Whether there is work that no process has taken on, and one is to."""
+        return self.running and bool(self._waiting) and not self._stopped
 
     def begin(self) -> None:
         """Builds in a thread."""
@@ -299,10 +300,11 @@ class Batch:
 
     def _part_done(self, index: int, outcome: Outcome) -> None:
         own = self._own[index]
+        seconds = own.seconds + outcome.seconds
         self._parts[index] -= 1
         if outcome.end is not End.OK and own.end is End.OK:
             own = replace(outcome, sources=own.sources, binaries=own.binaries)
-        self._own[index] = replace(own, seconds=own.seconds + outcome.seconds)
+        self._own[index] = replace(own, seconds=seconds)
         if not self._parts[index]:
             self._end(index, self._own[index])
 

@@ -107,6 +107,8 @@ def run_finals(
         else:
             failed.append((proposal, outcome))
     for number in range(1, ROUNDS + 1 if len(passed) > 1 else 1):
+        if not passed:
+            break
         shift = number % len(passed)
         found: dict[str, Outcome] = {}
         for finalist in passed[shift:] + passed[:shift]:
@@ -115,9 +117,13 @@ def run_finals(
                 return worker.run(space.candidate(finalist.proposal.settings), None, TRIAL_REPEATS, deadline_s, None)
 
             outcome = step("time", finalist.proposal, number, again, False)
-            if outcome is None:  # a round counts when it is whole
-                return ranked(space, passed), failed
+            if outcome is None:
+                break
             found[finalist.proposal.key] = outcome
+        if len(found) < len(passed):  # a round counts when it is whole, but what failed in it has failed
+            lost = {key: outcome for key, outcome in found.items() if outcome.end is not End.OK}
+            failed += [(f.proposal, lost[f.proposal.key]) for f in passed if f.proposal.key in lost]
+            return ranked(space, [f for f in passed if f.proposal.key not in lost]), failed
         passed, timed = [], passed
         for finalist in timed:
             outcome = found[finalist.proposal.key]

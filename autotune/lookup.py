@@ -22,7 +22,7 @@ from k3dsl.ir.verifier import verify
 from k3dsl.runtime.backends import GENERATING
 from k3dsl.runtime.dispatch import Choice, Problem
 from k3dsl.runtime.explain import legality
-from k3dsl.runtime.op import Point
+from k3dsl.runtime.op import Op, Point
 
 log = logging.getLogger("k3dsl.autotune")
 
@@ -50,7 +50,7 @@ def knobs_for(problem: Problem) -> Choice | None:
     """What dispatch asks: the tuned settings of a kind of call, or None for the op's default. Never raises."""
     try:
         found = find(problem, describe_gpu(problem.device), winners(problem.op.name))
-    except (K3Error, OSError) as error:
+    except Exception as error:  # no call may fail by what it could have run faster with
         warn_once(f"{problem.op.name}: tuned settings cannot be looked up ({error})", f"lookup {problem.op.name}")
         return None
     _report(problem, found)
@@ -94,7 +94,7 @@ def find(problem: Problem, gpu: Mapping[str, Any], known: Iterable[Winner]) -> F
     refused: list[str] = []
     for winner in known:
         if winner.key.op == problem.op.name and winner.key.options == options:
-            step = _step(winner, problem.dims, gpu)
+            step = _step(problem.op, winner, problem.dims, gpu)
             if step is not None:
                 order.append((step, _distance(winner, problem.dims), winner))
     for step, _, winner in sorted(order, key=lambda entry: (entry[0], entry[1], entry[2].rank)):
@@ -105,12 +105,12 @@ def find(problem: Problem, gpu: Mapping[str, Any], known: Iterable[Winner]) -> F
     return Found(Step.DEFAULT, None, None, tuple(refused))
 
 
-def _step(winner: Winner, dims: Mapping[str, int], gpu: Mapping[str, Any]) -> Step | None:
+def _step(op: Op, winner: Winner, dims: Mapping[str, int], gpu: Mapping[str, Any]) -> Step | None:
     """By which step a winner could serve dims, those that the caller knows; None for by none."""
     if winner.key.gpu["sm"] != gpu["sm"]:
         return None
     inside = all(lo <= dims[n] <= hi for n, (lo, hi) in winner.region.items() if n in dims)
-    same = all(dims[n] == value for n, value in winner.key.dims.items() if n in dims)
+    same = all(dims[n] == value for n, value in op.asked(winner.key.dims).items() if n in dims)
     if not inside and not same:
         return None
     if any(winner.key.gpu[n] != gpu[n] for n in ("name", "sm_count", "shared_optin")):

@@ -314,11 +314,11 @@ class _Sweep:
         """Whether the sweep stops within a batch, of which these have ended; the default's trial it always makes."""
         if not (self.state.trials or done):
             return False
-        if not self._near_floor(done.values()) and self._out_of_time():
+        if not self._near_floor() and self._out_of_time():
             self.stopped = self._budget_text()
         return self.stopped is not None
 
-    def _near_floor(self, more: Iterable[Trial] = ()) -> bool:
+    def _near_floor(self) -> bool:
         """Whether the best is so near to the floor that the sweep stops."""
         floor, best, share = self.state.floor_ms, self.state.best_ms, self.limits.stop_share
         if floor is not None and best is not None and floor >= share * best:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from k3dsl.backends.base import Reason
+from k3dsl.backends.base import RESOURCES, Reason
 
 
 class End(str, Enum):
@@ -28,12 +28,9 @@ class End(str, Enum):
     OK = "ok"
 
 
-RESOURCE_CODES = frozenset({"threads", "registers", "blocks_per_sm", "shared_memory"})
-
-
 def end_of_reasons(reasons: Sequence[Reason]) -> End:
     """How a refused point counts: by what the target has too little of, or as illegal."""
-    return End.OVER_RESOURCE if all(r.code in RESOURCE_CODES for r in reasons) else End.ILLEGAL
+    return End.OVER_RESOURCE if all(r.code in RESOURCES for r in reasons) else End.ILLEGAL
 
 
 @dataclass(frozen=True)

@@ -137,12 +137,6 @@ def size_class(name: str, value: int, *divisors: int) -> Sym:
     return Sym(name, divisible_by=divisor, min=1, max=NARROW if value <= NARROW else INT32_MAX)
 
 
-def size_number(n: int) -> int:
-    """A number for the size class of n, so that few kinds of call arise: itself up to 16 and for a power of two, else one
-    near the middle between two powers of two."""
-    return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
-
-
 def covering(choices: Sequence[int], size: int) -> int:
     """The least of some choices that is at least `size`, the greatest where none is: a tile for the CPU, whose time goes by
     steps and programs."""

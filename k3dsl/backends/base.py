@@ -9,6 +9,10 @@ MAX_GRID_YZ = 65535
 """Programs along a grid's second and third axis; generated code counts on it where it computes offsets in 32 bits."""
 
 
+RESOURCES = frozenset({"threads", "registers", "blocks_per_sm", "shared_memory"})
+"""Codes of reasons that another target, or a smaller schedule, would not have."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a kernel, schedule or target combination is refused.

@@ -76,7 +76,7 @@ def why_command(
     problem = Problem(
         chosen,
         point.options,
-        exact_dims(point),
+        chosen.asked(exact_dims(point)),
         symbolic.dims,
         {},
         torch.device("cpu" if cpu else "cuda"),

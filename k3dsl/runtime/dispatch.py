@@ -17,6 +17,7 @@ import torch
 from k3dsl import settings
 from k3dsl.errors import ArgumentError, BuildError, LaunchError, LegalityError, ResourceError
 from k3dsl.ir.symbols import Sym
+from k3dsl.runtime.backends import GENERATING
 from k3dsl.runtime.executable import Call, Executable, watching
 from k3dsl.runtime.op import Op, Point, forced_for, forced_key
 from k3dsl.runtime.plan import Plan
@@ -107,8 +108,10 @@ def planning(backend: str) -> Iterator[list[Call]]:
     the list.
 
     Calls are made on CPU tensors, whose numbers nobody reads; they run nothing, and their outputs hold anything. For
-    building ahead and for counting, where no GPU is.
+    building ahead and for counting, where no GPU is. Raises ArgumentError for a backend that builds nothing.
     """
+    if backend not in GENERATING:
+        raise ArgumentError(f"calls through the {backend} backend build nothing", fix=f"one of {', '.join(GENERATING)}")
     calls: list[Call] = []
     token = _planning.set(True)
     try:
@@ -276,6 +279,7 @@ class Dispatcher:
         key = (
             backend,
             device,
+            only_planned(),
             tuple(dims.items()),
             tuple(knobs.items()),
             tuple(options.items()),

@@ -16,6 +16,7 @@ import torch
 
 from k3dsl.errors import ArgumentError, K3Error
 from k3dsl.ir.identity import kernel_hash
+from k3dsl.runtime.backends import GENERATING
 from k3dsl.runtime.dispatch import choose_backend, current_target, planning, using_backend
 from k3dsl.runtime.executable import fitted
 from k3dsl.runtime.metrics import relative_rms
@@ -150,9 +151,10 @@ def judge(
     """
     if op.call is None or op.reference is None:
         raise ArgumentError(f"{op.name} has no reference to be judged against")
-    with using_backend(backend), forced(op, knobs or {}, schedules or {}):
-        for case in cases:
-            yield _judge_case(op, case, torch.device(device), max(1, repeats), seed)
+    for case in cases:
+        with using_backend(backend), forced(op, knobs or {}, schedules or {}):
+            verdict = _judge_case(op, case, torch.device(device), max(1, repeats), seed)
+        yield verdict
 
 
 def judge_in_processes(
@@ -191,7 +193,7 @@ def planned_launches(op: Op, cases: Iterable[Case], how: Mapping[str, Any]) -> l
     assert op.call is not None
     found: dict[tuple[str, str, str], Launch] = {}
     backend = how["backend"] or choose_backend(torch.device(how["device"]))
-    for case in cases:
+    for case in cases if backend in GENERATING else ():
         with suppress(Exception), torch.inference_mode(), planning(backend) as calls:
             inputs = sketched(partial(case.make, "cpu", how["seed"]))
             with forced(op, how["knobs"], how["schedules"]):
@@ -240,6 +242,8 @@ def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: in
                 broken = int((~got.isfinite()).sum())
                 lost = f" ({broken} of {got.numel()} elements are not finite)" if broken else ""
                 problems.append(f"{name}: error {errors[name]:.2e} is above {limit:.1e}{lost}")
+        if not errors:
+            problems.append(f"the op returned none of the outputs that are judged: {', '.join(case.limits)}")
         for n, again in enumerate(outputs[1:], 2):
             if differing := _different(outputs[0], again):
                 problems.append(f"{differing} of call {n} is not bitwise the first call's")

@@ -16,7 +16,8 @@ _of_thread = threading.local()
 
 
 def _stream(device: torch.device, lane: int) -> torch.cuda.Stream:
-    """This thread's stream for a lane: a capture in one thread then takes in no work of another."""
+    """This thread's stream for a lane, so that a capture in one thread takes in no work of another; torch hands out 32 of a
+    priority in turns, so this is so for as many threads."""
     streams: dict[tuple[int | None, int], torch.cuda.Stream] | None = getattr(_of_thread, "streams", None)
     if streams is None:
         streams = _of_thread.streams = {}

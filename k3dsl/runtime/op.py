@@ -20,7 +20,8 @@ from k3dsl.runtime.plan import Plan
 class Dim:
     """A problem dim. static: compiled in; else a runtime dim of the artifact. default: used when none is given.
 
-    divisor: the largest power of two dividing a given value that code compiled for it may count on.
+    divisor: the largest power of two dividing a given value that code compiled for it may count on. by_class: calls look
+    tuned settings up by its size class, see size_number, so that sequences of all lengths are few kinds of call.
     """
 
     name: str
@@ -28,6 +29,13 @@ class Dim:
     doc: str
     static: bool = False
     divisor: int = 64
+    by_class: bool = False
+
+
+def size_number(n: int) -> int:
+    """A number for the size class of n, so that few kinds of call arise: itself up to 16 and for a power of two, else one
+    near the middle between two powers of two."""
+    return n if n <= 16 or n & (n - 1) == 0 else (3 << (n.bit_length() - 2)) - 1
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,11 @@ class Op:
         knobs = self.resolve_knobs({**self.default_knobs(options, known), **given_knobs})
         resolved = prepare(self.resolve_dims(dims, symbolic=True), options) if symbolic else known
         return Point(self, resolved, knobs, options, schedules)
+
+    def asked(self, dims: Mapping[str, int]) -> dict[str, int]:
+        """Dims as a call looks tuned settings up by them: some by the number of their size class."""
+        classed = {d.name for d in self.dims if d.by_class}
+        return {n: size_number(x) if n in classed else x for n, x in dims.items()}
 
     def resolve_dims(self, given: Mapping[str, int], symbolic: bool = False) -> dict[str, int | Sym]:
         """Every dim by name; with `symbolic`, runtime dims become symbols that keep the given value's divisor."""

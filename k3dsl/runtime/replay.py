@@ -99,16 +99,19 @@ def _describe(
         if kind in _TENSORS:
             address = x.data_ptr()
             # what starts elsewhere is copied; an address of 0 is that of no data
-            if address == 0 or address % ALIGNMENT or (gradients and x.requires_grad):
+            # what is_neg is to be negated when it is read, as the imaginary part of a conjugate
+            if address == 0 or address % ALIGNMENT or (gradients and x.requires_grad) or x.is_neg():
                 return False
             if x.is_contiguous():
                 key += (x.dtype, x.shape, x.get_device())
-            elif x.is_neg():  # to be negated when it is read, as the imaginary part of a conjugate: never contiguous
-                return False
             else:
                 key += (x.dtype, x.shape, x.get_device(), x.stride())
             tensors.append(x)
             addresses.append(address)
+        elif kind is float and not (x < 0 or x > 0):
+            if x != x:  # a NaN is equal to nothing
+                return False
+            key += (kind, repr(x))  # 0.0 and -0.0 are equal
         elif kind in _PLAIN:
             key += (kind, x)  # True, 1 and 1.0 are equal, and not one kind of call
         elif kind is tuple or kind is list:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -12,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 def sketched(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Tensors laid out like the inputs that `make` draws on the CPU, for calls that are planned (see dispatch.planning).
 
-    Their memory is never touched, unless what is drawn depends on what was drawn before: then it is drawn."""
+    Their memory is never touched, and integers read as 0, unless what is drawn depends on what was drawn before: then it is
+    drawn."""
     try:
         with FakeTensorMode():
             drawn = make()
@@ -28,7 +30,6 @@ def _outline(x: Any) -> Any:
         return x
     offset = x.storage_offset()
     reach = offset + (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0)
-    memory = torch.empty(reach, dtype=x.dtype)
-    if not x.dtype.is_floating_point:
-        memory.zero_()  # an index that somebody follows
+    # pages of zeros that the system hands out when they are touched: an index that somebody follows has to be one
+    memory = torch.from_numpy(np.zeros(max(1, reach) * x.dtype.itemsize, dtype=np.uint8)).view(x.dtype)
     return memory.as_strided(x.shape, x.stride(), offset)

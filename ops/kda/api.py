@@ -10,7 +10,7 @@ import torch
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import gradients_again, size_number, token_divisor
+from k3dsl.ops.common import gradients_again, token_divisor
 from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked
@@ -18,7 +18,7 @@ from k3dsl.ops.kda.space import DECODE, FORWARD
 from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, aligned, remembered, strides_of, wanted_backend
 from k3dsl.runtime.executable import Executable
-from k3dsl.runtime.op import forced_key
+from k3dsl.runtime.op import forced_key, size_number
 from k3dsl.runtime.replay import replayed
 
 _forward = Dispatcher(plans.forward)
@@ -125,10 +125,12 @@ def gate_tensors(
     tensors: dict[str, torch.Tensor], A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, H: int, K: int
 ) -> None:
     """Adds the gate's parameters in the form the kernels take: fp32, [H] and [H, K]."""
+    found = {}
     if A_log is not None:
-        tensors["A_log"] = A_log.to(torch.float32).contiguous()
+        found["A_log"] = A_log.to(torch.float32).contiguous()
     if dt_bias is not None:
-        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
+        found["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
+    tensors.update(aligned(found))
 
 
 @torch_op("kda_forward")
@@ -187,7 +189,7 @@ def _kda_forward(
         values["B"] = B
     else:
         values |= {"N": N, "chunks": T // chunk + N}  # a bound that needs no look at the lengths
-        tensors["cu_seqlens"] = cu_seqlens.contiguous()
+        tensors.update(aligned({"cu_seqlens": cu_seqlens.contiguous()}))
     out = executable(tensors, values)
     return out["o"], out["final_state"] if output_final_state else q.new_empty(0)
 
@@ -405,7 +407,7 @@ def _run_decode(
     strides, values = layout(tensors)
     gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
     if state_indices is not None:
-        tensors["state_indices"] = state_indices
+        tensors.update(aligned({"state_indices": state_indices}))
     executable = _decode_code(
         Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
              lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, wanted_backend(q.device),

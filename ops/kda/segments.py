@@ -231,8 +231,7 @@ def write_transition(d, c, tensors, transition, place, block, head, index):
 def fold(
     d, c,
     segment_ends=In("segments H V K", f32), transition=In("segments H K K", f32),
-    initial_state=In("N H SA SB", optional=True), cu_seqlens=In("N+1", optional=True),
-    segment_offsets=In("N+1", i32, optional=True),
+    initial_state=In("N H SA SB", optional=True), segment_offsets=In("N+1", i32, optional=True),
     incoming=Out("segments H V K", f32),
 ):  # fmt: skip
     """The state that comes into each segment of a sequence, from the ends and transitions of those before it."""

@@ -140,10 +140,10 @@ FORWARD = Op(
     name="kda.forward",
     doc="Kimi Delta Attention over whole sequences: chunk factors, then the scan of the state.",
     dims=(
-        Dim("B", 1, "batch", divisor=1),
-        Dim("T", 8192, "tokens of a sequence"),
+        Dim("B", 1, "batch", divisor=1, by_class=True),
+        Dim("T", 8192, "tokens of a sequence", by_class=True),
         *_HEADS,
-        Dim("N", 1, "packed sequences, with option varlen", divisor=1),
+        Dim("N", 1, "packed sequences, with option varlen", divisor=1, by_class=True),
     ),
     knobs=(
         Knob("chunk", (16, 32, 64), 32, "tokens a chunk"),

@@ -9,7 +9,7 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import check_slots, fail, gradients_again, size_number, token_divisor
+from k3dsl.ops.common import check_slots, fail, gradients_again, token_divisor
 from k3dsl.ops.kda.api import layout
 from k3dsl.ops.linear_attention.check import (
     check_one_token,
@@ -21,9 +21,9 @@ from k3dsl.ops.linear_attention.check import (
 from k3dsl.ops.linear_attention.chunked import chunked
 from k3dsl.ops.linear_attention.space import DECODE, FORWARD
 from k3dsl.ops.registration import torch_op
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, remembered, wanted_backend
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, aligned, remembered, wanted_backend
 from k3dsl.runtime.executable import Executable
-from k3dsl.runtime.op import forced_key
+from k3dsl.runtime.op import forced_key, size_number
 from k3dsl.runtime.replay import replayed
 
 _dispatch = {name: Dispatcher(op.plan) for name, op in FORWARD.items()}
@@ -134,7 +134,7 @@ def _forward(
     if cu_seqlens is None:
         values["B"] = B
     else:
-        tensors["cu_seqlens"] = cu_seqlens.contiguous()
+        tensors.update(aligned({"cu_seqlens": cu_seqlens.contiguous()}))
         values |= {"N": N, "chunks": T // chunk + N}  # a bound that needs no look at the lengths
     out = code(tensors, values)
     return out["o"], out["final_state"] if output_final_state else q.new_empty(0)

@@ -102,10 +102,10 @@ def _forward(name: str) -> Op:
         name=name,
         doc=f"{_DOCS[name]}; over whole sequences.",
         dims=(
-            Dim("B", 1, "batch", divisor=1),
-            Dim("T", 8192, "tokens of a sequence"),
+            Dim("B", 1, "batch", divisor=1, by_class=True),
+            Dim("T", 8192, "tokens of a sequence", by_class=True),
             *_HEADS,
-            Dim("N", 1, "packed sequences, with option varlen", divisor=1),
+            Dim("N", 1, "packed sequences, with option varlen", divisor=1, by_class=True),
         ),
         knobs=_LINEAR_KNOBS if is_linear else _DELTA_KNOBS,
         options=(_DTYPE, *_OPTIONS[name], *_COMMON, *normalize, *_SEQUENCES),

@@ -111,7 +111,7 @@ def _prefill(
         values["blocks"] = T // knobs["block_q"] + N
         cu_q = cu_seqlens.to(torch.int32).contiguous()
         cu_k = cu_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int32).contiguous()
-        tensors |= {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k}
+        tensors |= aligned({"cu_seqlens": cu_q, "cu_seqlens_k": cu_k})
     out = executable(tensors, values)
     return out["o"], out["lse"] if return_lse else q.new_empty(0, dtype=torch.float32)
 

@@ -38,6 +38,7 @@ def run(kwargs: dict[str, Any], backend: str, knobs: dict[str, Any]) -> tuple[to
         return kda(**kwargs)
 
 
+@pytest.mark.timeout(900)  # four forms of up to nine kernels, which nvcc takes 10 s each for where none is kept
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_every_form_meets_the_limits_and_repeats_bitwise(case: Case, backend: str, poisoned_memory: None) -> None:

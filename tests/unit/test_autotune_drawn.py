@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,6 +87,20 @@ def test_a_sketch_of_inputs_plans_what_the_inputs_plan(op: str) -> None:
                 chosen.call(**chosen.fresh(inputs))
             hashes.append([kernel_hash(launch.kernel) for call in calls for launch in call.executable.plan.launches])
         assert hashes[0] == hashes[1] != []
+
+
+def test_a_sketch_takes_no_memory_and_integers_read_as_0() -> None:
+    before = resident()
+    found = sketched(lambda: {"packed": torch.zeros(1 << 30, dtype=torch.uint8), "x": torch.empty(1 << 29)})
+    assert resident() - before < 100 << 20
+    assert found["packed"][12345] == 0
+    assert found["x"].shape == (1 << 29,)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_sketch_is_drawn_where_its_shape_depends_on_numbers() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tuned_fakes import DIMS, SM90
 
-from k3dsl.autotune.finalists import Finalist, ranked, shortlist, tied
+from k3dsl.autotune.finalists import Finalist, ranked, run_finals, shortlist, tied
 from k3dsl.autotune.result import Limits
 from k3dsl.autotune.search import Proposal
 from k3dsl.autotune.space import Space
@@ -74,6 +74,45 @@ def test_what_a_trial_cannot_tell_apart_becomes_a_finalist_in_the_fixed_order():
     ]
     blocks = [p.settings["block_k"] for p in shortlist(on_cpu(), trials)]
     assert blocks == [64, 32, 128, 16]  # the fastest, then the near ones from small tiles to large, then by time
+
+
+class Scripted:
+    """A worker whose outcomes are given: what the gate says of each candidate, then what each timing says."""
+
+    def __init__(self, later: dict[int, Outcome]) -> None:
+        self.later = later
+
+    def run(self, candidate, level, repeats, run_deadline_s, best_ms) -> Outcome:
+        block = candidate.settings["block_v"]
+        return Outcome(End.OK, time_ms=1.0 + block / 1000) if level is not None else self.later[block]
+
+
+FAULT = Outcome(End.FAULTED, "an illegal address")
+TIMED = Outcome(End.OK, time_ms=1.0)
+
+
+def finals(later: dict[int, Outcome], most_steps: int = 100) -> tuple[list[int], list[int]]:
+    """The block_v of those that passed and of those that failed, of two candidates. most_steps: until the time is up."""
+    space, steps = on_gpu(), []
+
+    def step(stage, proposal, round, run, must):
+        steps.append(stage)
+        return None if len(steps) > most_steps and not must else run()
+
+    trials = [(proposal({"block_v": n}), Outcome(End.OK, time_ms=float(n))) for n in (8, 16)]
+    passed, failed = run_finals(space, trials, 2, Scripted(later), step, 1.0)
+    return [f.proposal.settings["block_v"] for f in passed], [p.settings["block_v"] for p, _ in failed]
+
+
+def test_a_round_in_which_all_finalists_fail_is_the_last():
+    assert finals({8: FAULT, 16: FAULT}) == ([], [8, 16])
+    assert finals({8: TIMED, 16: FAULT}) == ([8], [16])
+
+
+def test_what_failed_in_a_round_that_the_time_cut_short_has_failed():
+    # two gates, then the first timing of round 1, which begins with the second
+    assert finals({8: TIMED, 16: FAULT}, most_steps=3) == ([8], [16])
+    assert finals({8: TIMED, 16: TIMED}, most_steps=3) == ([8, 16], [])
 
 
 def test_load_on_the_machine_does_not_choose_the_winner():

@@ -22,7 +22,7 @@ from k3dsl.ops.registry import get_op, op_names
 from k3dsl.runtime import dispatch, executable, lock
 from k3dsl.runtime.dispatch import Problem
 from k3dsl.runtime.executable import recording
-from k3dsl.runtime.op import defaults_only, forced
+from k3dsl.runtime.op import defaults_only, forced, size_number
 from k3dsl.targets import get_target
 
 
@@ -69,6 +69,17 @@ def test_the_better_evidence_wins_among_equals():
 def test_dims_outside_the_region_are_a_miss(dims):
     narrow = replace(winner(), region={"M": (256, 1024), "N": (256, 256), "K": (128, 128)})
     assert find(problem(**{**HERE, **dims}), H200, [narrow]).step is Step.DEFAULT
+
+
+def test_a_winner_at_a_length_is_exact_for_calls_of_its_size_class():
+    """Calls of kda look settings up by the size class of T, so that sequences of all lengths are few kinds of call."""
+    op = get_op("kda.forward")
+    here = {"op": "kda.forward", "H": 2}
+    row = winner({"block_v": 32}, op="kda.forward", dims={"T": 5000, "H": 2})
+    asked = replace(problem(**here, T=5000), dims=op.asked(problem(**here, T=5000).dims))
+    assert asked.dims["T"] == size_number(5000) != 5000
+    assert find(asked, H200, [row]).step is Step.EXACT
+    assert op.asked({"T": 8192, "H": 5000}) == {"T": 8192, "H": 5000}
 
 
 def test_another_architecture_and_other_options_are_a_miss():

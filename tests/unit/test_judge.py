@@ -11,10 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from k3dsl.cli.main import app
-from k3dsl.errors import EvaluationError
+from k3dsl.errors import ArgumentError, EvaluationError
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime import judge, timing
+from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import recording
+from k3dsl.runtime.op import forced_key
 
 SMALL = {"B": 3, "H": 2, "K": 64, "V": 64, "slots": 4}
 
@@ -34,6 +36,23 @@ def test_what_nobody_wrote_is_seen():
 
     verdict = judged(call=lazy)
     assert "of 384 elements are not finite" in verdict.problem
+
+
+def test_an_op_that_returns_none_of_its_outputs_has_not_passed():
+    verdict = judged(call=lambda **_: {})
+    assert "the op returned none of the outputs that are judged: o" in verdict.problem
+    assert not verdict.passed
+
+
+def test_between_two_verdicts_nothing_is_forced():
+    op = get_op("softmax")
+    case = judge.cases_of(op, "small", {"R": 8, "N": 64})[0]
+    verdicts = judge.judge(op, [case, case], knobs={"rows": 2})
+    other = judge.judge(op, [case, case], knobs={"rows": 1})
+    for _ in range(2):
+        assert next(verdicts).passed
+        assert next(other).passed
+        assert forced_key(op) is None
 
 
 def test_results_that_change_from_call_to_call_are_seen():
@@ -180,6 +199,18 @@ def test_what_cases_launch_on_a_gpu_is_listed_once_each_without_one():
         raise RuntimeError("no inputs")
 
     assert judge.planned_launches(op, [judge.Case("broken", "given", broken, {})], how) == []
+    assert judge.planned_launches(op, cases, {**how, "backend": "torch"}) == []  # which builds nothing
+
+
+def test_what_is_planned_is_not_what_runs():
+    op = get_op("softmax")
+    x = torch.randn(8, 64)
+    with planning("triton") as calls:
+        op.call(x=x)
+    assert len(calls) == 1
+    torch.testing.assert_close(op.call(x=x)["o"], x.softmax(-1))
+    with pytest.raises(ArgumentError, match="calls through the torch backend build nothing"), planning("torch"):
+        pass
 
 
 def test_an_interrupted_run_tells_what_it_knows(tmp_path, monkeypatch):

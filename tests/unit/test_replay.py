@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -185,6 +186,21 @@ def test_numbers_that_are_equal_but_of_other_types_are_other_calls() -> None:
         ops.moe_topk(logits, None, 1)
     with pytest.raises(ArgumentError, match="top_k: is True"):
         ops.moe_topk(logits, None, True)
+
+
+def test_what_makes_a_kind_of_call() -> None:
+    def key(*arguments: Any) -> list[Any] | None:
+        found: list[Any] = []
+        return found if replay._describe(arguments, found, [], [], False) else None
+
+    assert key(1.0) == key(1.0) != key(1)
+    assert key(0.0) == key(0.0) != key(-0.0)
+    assert key(math.nan) is None  # equal to nothing
+    x = torch.view_as_complex(torch.ones(8, 2)).conj().imag[:1]  # to be negated when it is read
+    assert x.is_neg()
+    assert x.is_contiguous()
+    assert key(x) is None
+    assert key(x.resolve_neg()) is not None
 
 
 def test_page_tables_and_lengths_are_looked_at_in_every_call(replays: list[str]) -> None:

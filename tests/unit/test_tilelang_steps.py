@@ -216,6 +216,26 @@ def test_what_touches_a_product_in_flight_waits_for_it_and_for_those_before():
     assert "    tl.wait_wgmma(0)" in overlapped(lines(first, first))[1:2]
 
 
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        ("tl.copy(e[i:i + 64], late, disable_tma=True)", "d[0] = late[0]"),
+        ("tl.copy(e[i:i + 64], late, disable_tma=True, coalesced_width=8)", "d[0] = late[0]"),
+        ("tl.copy(t, o[0, i:i + 64, c])", "d[0] = o[0, 0, 0]"),
+        ("tl.copy(t[i, 0:8], o[i, 0:64])", "d[0] = o[0, 0]"),
+        ("tl.copy(late, d)", "late[0] = 0"),
+        ("tl.reduce_max(t, late, dim=1)", "d[0] = late[0]"),
+        ("tl.fill(late, tl.float32(0.0))", "d[0] = late[0]"),
+    ],
+)
+def test_nothing_is_read_before_a_statement_that_writes_it(write: str, read: str) -> None:
+    """A product needs what is read, and so would have it early."""
+    first, second = "tl.gemm(a, b, c, clear_accum=True)", "tl.gemm(a, d, e2, clear_accum=True)"
+    for order in ((first, write, read, second), (write, first, second, read), (write, read, first, second)):
+        found = overlapped(lines(*order))
+        assert found.index(f"    {write}") < found.index(f"    {read}")
+
+
 def test_a_statement_of_an_unknown_kind_keeps_its_place():
     first, second = "tl.gemm(a, b, c, clear_accum=True)", "tl.gemm(a, d, e, clear_accum=True)"
     found = overlapped(lines(first, "tl.atomic_add(x[0], 1.0)", second))

@@ -10,8 +10,6 @@ from k3dsl.ir.graph import Index, Kernel, Op, TensorParam, Value
 from k3dsl.passes.affine import IndexAnalysis
 from k3dsl.targets import Target
 
-MAX_BOX = 256
-
 
 @dataclass
 class Axis:

@@ -260,7 +260,7 @@ def regrouped(outer: tuple[int, ...], inner: tuple[int, ...], at: list[str]) -> 
         if i - x == 1 and j - y == 1:
             found.append(a[x][1])
         else:
-            found += _split(_joined(a[x:i]), b[y:j], joined=i - x > 1)
+            found += _split(_joined(a[x:i]), b[y:j])
         x, y = i, j
     kept = iter(found)
     for n in inner:
@@ -277,7 +277,7 @@ def _joined(axes: list[tuple[int, str]]) -> str:
     return total(*reversed(terms))
 
 
-def _split(linear: str, extents: list[int], joined: bool) -> list[str]:
+def _split(linear: str, extents: list[int]) -> list[str]:
     if len(extents) == 1:
         return [linear]
     out: list[str] = []

@@ -20,8 +20,6 @@ from k3dsl.ir.types import bf16, f16, f32, f64, i32, i64
 from k3dsl.targets import Target
 
 CUDA_NAMES = frozenset({"threadIdx", "blockIdx", "blockDim", "gridDim"})
-RESOURCES = frozenset({"threads", "registers", "blocks_per_sm", "shared_memory"})
-"""Codes of reasons that another target, or a smaller schedule, would not have."""
 MAX_FRAGMENT_BYTES = 16384
 """Most that one fragment may take of each thread. Far more than there are registers; beyond it compilers take minutes."""
 WGMMA_REGISTERS = 26

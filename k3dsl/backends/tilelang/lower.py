@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from k3dsl.backends.base import Source
+from k3dsl.backends.base import RESOURCES, Source
 from k3dsl.backends.printing import arguments
-from k3dsl.backends.tilelang.legality import RESOURCES, check
+from k3dsl.backends.tilelang.legality import check
 from k3dsl.backends.tilelang.placement import Placement
 from k3dsl.backends.tilelang.prepare import prepared
 from k3dsl.backends.tilelang.printer import Printer

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PRODUCT = re.compile(r"\s*tl\.gemm\((\w+), (\w+), (\w+)")
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\[.*?\])? = ")
-_INTO = re.compile(r"\s*tl\.(?:copy\(.*, (\w+)(?:\[.*\])?|fill\((\w+), .*|reduce_\w+\(\w+, (\w+),.*)\)?")
+_CALL = re.compile(r"\s*tl\.(copy|fill|reduce_\w+)\((.*)\)\s*$")
+_KEYWORD = re.compile(r"\w+=")
 _LOOP = re.compile(r"\s*for [\w, ]+ in tl\.(?:Parallel|serial)\(")
 
 
@@ -132,8 +133,32 @@ def _written(lines: list[str]) -> set[str] | None:
     for line in lines:
         if _LOOP.match(line) or line.strip().startswith("if ") or _PRODUCT.match(line):
             continue
-        match = _INTO.match(line) or _ASSIGNED.match(line)
-        if match is None:
+        name = _target(line)
+        if name is None:
             return None
-        out.add(next(name for name in match.groups() if name is not None))
+        out.add(name)
     return out
+
+
+def _target(line: str) -> str | None:
+    """The buffer or variable that a line writes: what it assigns to, or the right argument of a call that fills one."""
+    call = _CALL.match(line)
+    if call is None:
+        assigned = _ASSIGNED.match(line)
+        return assigned[1] if assigned else None
+    places = [a for a in _arguments(call[2]) if not _KEYWORD.match(a)]
+    place = 0 if call[1] == "fill" else 1
+    name = _NAME.match(places[place]) if place < len(places) else None
+    return name[0] if name else None
+
+
+def _arguments(text: str) -> list[str]:
+    """The arguments of a call, of which some have commas in brackets."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [argument.strip() for argument in found]

@@ -199,13 +199,13 @@ class Placement:
                     return "operand of multiply-adds"
                 if r.transposed:
                     return "left operand, transposed"
-                if not self._fits_registers(v, plan):
+                if not self._fits_registers(v):
                     return "left operand of a product"
             elif not r.exact:
                 return "read at other places than it is made"
         return ""
 
-    def _fits_registers(self, v: Value, plan: DotPlan) -> bool:
+    def _fits_registers(self, v: Value) -> bool:
         """True when v can be a left operand without going through shared memory: made in the accumulator's layout, 16
         bits wide, and each row within one warp."""
         if v.dtype.bits != 16 or not self.anchored(v) or v.op is None or v.op.opcode in SHAPE_OPS:
@@ -460,11 +460,7 @@ class Placement:
                 self.owner[id(arg)] = init
             first = self._first_of_chain(new, body)
             if first is not None and self._old_is_done(arg, first, body):
-                self.owner[id(self.buffer_root(new))] = arg
-
-    def buffer_root(self, v: Value) -> Value:
-        """The value that a chain of products started from."""
-        return self.buffer(v)
+                self.owner[id(self.buffer(new))] = arg
 
     def _first_of_chain(self, new: Value, body: Region) -> Op | None:
         """The first product of the chain that ends in `new`, if it stands in the loop's body and is only yielded."""
