@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import threading
@@ -392,3 +393,23 @@ def test_a_function_that_works_on_the_way_is_never_replayed(replays: list[str]) 
         x = torch.randn(6, 24)
         torch.testing.assert_close(halved(x), (x * 0.5).softmax(-1))
     assert len(replays) == 1  # the softmax inside, whose own third call it is but for the one that was watched
+
+
+# ---- where tensors start -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", op_names())
+def test_code_that_counts_on_16_bytes_gets_no_tensor_that_starts_elsewhere(name: str) -> None:
+    """Copied on the way, or refused where the op writes into it. Small cases have packed sequences and slots too."""
+    op = get_op(name)
+    assert op.call is not None
+    cases = op.cases("small") if op.cases is not None else []
+    ragged = [c for c in cases if c.family == "ragged" or "packed" in c.name][:1]
+    inputs = [drawn(op, SMALL.get(name, {}), "cpu", 0), *(case.make("cpu", 0) for case in ragged)]
+    for given in inputs:
+        off = {n: misaligned(x) if isinstance(x, torch.Tensor) and n not in op.mutates else x for n, x in given.items()}
+        with recording() as calls, contextlib.suppress(ArgumentError):
+            op.call(**op.fresh(off))
+        for call in calls:
+            astray = [n for n, t in call.tensors.items() if t.numel() and t.data_ptr() % 16]
+            assert astray == []
