@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from k3dsl.model.arguments import integer, integers
 from k3dsl.ops.common import fail
 
 if TYPE_CHECKING:
@@ -64,12 +65,11 @@ class Cache:
         device: torch.device | str = "cpu",
         growable: bool = True,
     ) -> None:
-        if rows < 1:
-            fail("rows", f"is {rows}", "a cache holds at least one sequence")
-        if page_size < 1 or capacity < 0:
-            fail(
-                "page_size" if page_size < 1 else "capacity", f"is {min(page_size, capacity)}", "pass a positive number"
-            )
+        rows = integer("rows", rows, 1, "a cache holds at least one sequence")
+        page_size = integer("page_size", page_size, 1, "pass how many tokens a page holds")
+        capacity = integer("capacity", capacity, 0, "pass how many tokens a row holds before the pages grow")
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            fail("dtype", f"is {dtype}", "pass the network's dtype, as model.new_cache does")
         self.config = config
         self.rows, self.page_size, self.growable = rows, page_size, growable
         self.dtype, self.device = dtype, torch.device(device)
@@ -190,7 +190,7 @@ class Cache:
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Empties rows (all by default): their states and windows are zeroed, whatever they held, their pages are free."""
-        rows = range(self.rows) if rows is None else list(rows)
+        rows = range(self.rows) if rows is None else integers("rows", rows, "pass the rows to empty, as integers")
         self.check_rows(rows)
         for row in rows:
             self._free += reversed(self._pages[row])
@@ -206,8 +206,7 @@ class Cache:
     def fork(self, n: int) -> Cache:
         """A cache of rows * n sequences, in which row i of this one stands n times from row i * n on: for several
         continuations of the same prefix. Nothing is shared with this one."""
-        if n < 1:
-            fail("n", f"is {n}", "fork into at least one copy")
+        n = integer("n", n, 1, "fork into at least one copy")
         twin = copy.copy(self)
         twin.rows = self.rows * n
         twin._lengths = [length for length in self._lengths for _ in range(n)]

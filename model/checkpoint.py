@@ -17,7 +17,7 @@ from k3dsl.model import config_file
 from k3dsl.model.checkpoint_files import Stored
 from k3dsl.model.config import KimiK3Config
 from k3dsl.model.shapes import Parameter, Source, parameters
-from k3dsl.ops.common import dtype_name
+from k3dsl.ops.common import dtype_name, fail
 
 State = Mapping[str, torch.Tensor]
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -263,4 +263,10 @@ def _check_state(config: KimiK3Config, wanted: list[Parameter], state: State) ->
 def config_of(path: str | os.PathLike[str]) -> KimiK3Config:
     """The config beside a checkpoint: of the folder, or of the folder that the file is in. Raises ArgumentError."""
     place = Path(path)
+    if not place.exists():
+        fail(
+            "folder",
+            f"{str(path)!r} does not exist",
+            "pass a checkpoint's folder on this machine; nothing is downloaded",
+        )
     return KimiK3Config.from_pretrained(place if place.is_dir() else place.parent)

@@ -66,6 +66,8 @@ def find(path: str | os.PathLike[str]) -> tuple[list[Path], dict[str, str]]:
     """
     place = Path(path)
     if place.is_file():
+        if place.name.endswith(".json"):
+            return find(place.parent)
         return [place], {}
     if not place.is_dir():
         raise CheckpointError(f"{place}: there is no such file or folder", fix="name a checkpoint's folder")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
 from k3dsl.errors import NonFiniteError
+from k3dsl.model.arguments import INTEGERS, check_past, integer, integers
 from k3dsl.model.cache import Cache
 from k3dsl.model.sampling import Sampling, sample
 from k3dsl.ops.common import fail
@@ -165,11 +166,15 @@ def stream(
 ) -> Iterator[NewTokens]:
     """Yields the tokens of each step as they are drawn; arguments as `generate`."""
     texts = token_lists(prompts, attention_mask)
-    if max_new_tokens < 1:
-        fail("max_new_tokens", f"is {max_new_tokens}", "pass at least 1")
+    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, "pass at least 1")
+    prefill_chunk = integer("prefill_chunk", prefill_chunk, 0, "pass most prompt tokens of a call, or 0 for all")
     how = Sampling(temperature, top_k, top_p)
-    ends = frozenset(model.config.eos_token_ids if eos_token_id is None else _ids(eos_token_id))
+    remedy = "pass a token id, or several; an empty list for none"
+    ends = frozenset(
+        model.config.eos_token_ids if eos_token_id is None else integers("eos_token_id", eos_token_id, remedy)
+    )
     if seed is not None:
+        seed = integer("seed", seed, 0, "pass an integer")
         if generator is not None:
             fail("seed", "is given beside a generator", "pass one of the two")
         generator = torch.Generator(model.device).manual_seed(seed)
@@ -245,7 +250,7 @@ def generate(
     Args:
         prompts: lists of token ids, one list, or ids [B, T] whose padding attention_mask marks with 0.
         max_new_tokens: of each row. temperature, top_k, top_p: see `Sampling`; 0 is greedy.
-        eos_token_id: tokens that end a row; None: the config's; an empty list: none.
+        eos_token_id: ids of tokens that end a row, as numbers or a tensor; None: the config's; an empty list: none.
         seed, generator: of the draws; the same seed gives the same tokens for the same batch on the same device.
         past: a cache whose rows hold what comes before the prompts; else one is made.
         prefill_chunk: most prompt tokens of a row in one call; 0: all.
@@ -256,7 +261,7 @@ def generate(
         NonFiniteError: logits that are not finite, naming the row; no token is made of them.
     """
     texts = token_lists(prompts, attention_mask)
-    cache = _cache_for(model, texts, past, max_new_tokens)
+    cache = _cache_for(model, texts, past, integer("max_new_tokens", max_new_tokens, 1, "pass at least 1"))
     tokens: list[list[int]] = [[] for _ in texts]
     stopped = [""] * len(texts)
     for new in stream(
@@ -276,7 +281,7 @@ def token_lists(prompts: Prompts, attention_mask: torch.Tensor | None = None) ->
     """Prompts as lists of token ids, padding cut out. Raises ArgumentError for none, or an empty one."""
     if isinstance(prompts, torch.Tensor):
         ids = prompts if prompts.dim() == 2 else prompts[None]
-        if ids.dim() != 2 or ids.dtype.is_floating_point:
+        if ids.dim() != 2 or ids.dtype not in INTEGERS:
             fail("prompts", f"is {prompts.dtype} of shape {list(prompts.shape)}", "pass token ids [B, T]")
         held = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(ids.device) != 0
         if held.shape != ids.shape:
@@ -285,12 +290,13 @@ def token_lists(prompts: Prompts, attention_mask: torch.Tensor | None = None) ->
     else:
         if attention_mask is not None:
             fail("attention_mask", "is given beside lists", "lists need no padding; leave it out")
+        remedy = "pass lists of integers, or one tensor [B, T]"
+        if not isinstance(prompts, (list, tuple)):
+            fail("prompts", f"is a {type(prompts).__name__}", remedy)
         rows: list[object] = list(prompts)
-        if rows and isinstance(rows[0], int):
+        if rows and isinstance(rows[0], SupportsIndex) and not (isinstance(rows[0], torch.Tensor) and rows[0].dim()):
             rows = [rows]
-        texts = [[int(t) for t in row] for row in rows if isinstance(row, (list, tuple))]
-        if len(texts) != len(rows):
-            fail("prompts", "has a row that is no list of token ids", "pass lists of integers, or one tensor [B, T]")
+        texts = [integers("prompts", row, remedy) for row in rows]
     if not texts:
         fail("prompts", "is empty", "pass at least one prompt")
     for row, text in enumerate(texts):
@@ -302,10 +308,7 @@ def token_lists(prompts: Prompts, attention_mask: torch.Tensor | None = None) ->
 def _cache_for(model: KimiK3ForCausalLM, texts: Sequence[Sequence[int]], past: Cache | None, more: int) -> Cache:
     if past is None:
         return model.new_cache(len(texts), capacity=max(map(len, texts)) + more)
+    check_past(past, model)
     if past.rows != len(texts):
         fail("past", f"holds {past.rows} sequences, prompts {len(texts)}", "pass one prompt for each of its rows")
     return past
-
-
-def _ids(eos: int | Sequence[int]) -> Sequence[int]:
-    return (eos,) if isinstance(eos, int) else eos

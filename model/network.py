@@ -6,13 +6,22 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from k3dsl.backends.torch.threads import threads_for
 from k3dsl.model import checkpoint, step
+from k3dsl.model.arguments import (
+    check_mask,
+    check_no_autocast,
+    check_numbers,
+    check_past,
+    check_rows,
+    check_tensor,
+    integer,
+)
 from k3dsl.model.attention_layers import KDA, MLA
 from k3dsl.model.cache import Cache
 from k3dsl.model.config import KimiK3Config
@@ -154,6 +163,8 @@ class KimiK3ForCausalLM(nn.Module):
     def from_config(cls, config: KimiK3Config | str, **settings: Any) -> KimiK3ForCausalLM:
         """A network with random weights, from a config or the name of one, in inference mode. settings: dtype, device."""
         known = KimiK3Config.from_name(config) if isinstance(config, str) else config
+        if not isinstance(known, KimiK3Config):
+            fail("config", f"is a {type(known).__name__}", "pass a KimiK3Config or the name of one, such as 'K3-tiny'")
         return cls(known, **settings).eval()
 
     @classmethod
@@ -240,7 +251,8 @@ class KimiK3ForCausalLM(nn.Module):
                 is read back to the host.
             cu_seqlens: [N + 1] offsets of packed sequences, in place of a mask.
             use_cache: makes a cache if `past` is None.
-            rows: of the cache, one a sequence; None: the sequences are its rows, all of them.
+            rows: of the cache, one a sequence; None: the sequences are its rows, all of them. -1, in calls of one token a
+                sequence alone, is padding.
             logits_to_keep: only the last so many tokens of each sequence get logits [B, logits_to_keep, vocab]; 0: all.
             output_hidden_states: also returns the residual stream, layer by layer.
             differentiable: runs on plain torch functions, with gradients; None: in training mode with gradients enabled.
@@ -249,17 +261,35 @@ class KimiK3ForCausalLM(nn.Module):
             ArgumentError: naming the argument, the reason and the remedy.
         """
         self._check_ids(input_ids)
+        batch, width = input_ids.shape
+        if labels is not None:
+            check_tensor("labels", labels, (batch, width), f"pass a label a token: {[batch, width]}")
+            check_numbers("labels", labels, self.config.vocab_size, "-100 where nothing is to be learnt", ignored=-100)
+        if attention_mask is not None:
+            check_mask(attention_mask, batch, width)
+        if cu_seqlens is not None:
+            check_tensor("cu_seqlens", cu_seqlens, (None,), "pass the offsets [N + 1] as a tensor")
+        logits_to_keep = integer("logits_to_keep", logits_to_keep, 0, "pass how many of the last tokens, or 0 for all")
         wanted = self.training and torch.is_grad_enabled() if differentiable is None else differentiable
         with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             functions = TORCH if wanted else self._functions()
             if past is None and use_cache:
                 past = self.new_cache(input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
             if past is not None:
-                number = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-                _check_rows(past, rows, number)
-                if input_ids.shape[1] == 1 and cu_seqlens is None and labels is None and not wanted:
+                check_past(past, self)
+                number = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                single = width == 1 and cu_seqlens is None and labels is None and not wanted
+                rows = check_rows(past, rows, number, padding=single)
+                if single:
+                    if logits_to_keep > 1:
+                        _fail_to_keep(logits_to_keep, 1)
                     return self._decode_rows(input_ids, past, rows, attention_mask, output_hidden_states)
+            elif rows is not None:
+                fail("rows", "is given without past", "pass the cache whose rows they are")
             packing = self._packing(input_ids, attention_mask, cu_seqlens)
+            if not packing.tokens:
+                name = "input_ids" if attention_mask is None else "attention_mask"
+                fail(name, "leaves no token", "pass at least one; an empty prompt starts with the bos token")
             return self._prefill(
                 input_ids, packing, past, rows, labels, functions, logits_to_keep, output_hidden_states,
                 packed=cu_seqlens is not None,
@@ -284,21 +314,11 @@ class KimiK3ForCausalLM(nn.Module):
         h = self.model(packing.pack(input_ids), now, seen)
         loss = None
         if labels is not None:
-            if labels.shape != input_ids.shape:
-                fail(
-                    "labels",
-                    f"has shape {list(labels.shape)}, input_ids {list(input_ids.shape)}",
-                    "pass a label a token",
-                )
             logits = self._logits(h)
             loss = _loss(logits, packing.pack(labels), packing)
         else:
             if keep and min(packing.lengths) < keep:
-                fail(
-                    "logits_to_keep",
-                    f"is {keep}, but a sequence has {min(packing.lengths)} tokens",
-                    "pass at most the length of the shortest",
-                )
+                _fail_to_keep(keep, min(packing.lengths))
             logits = self._logits(h[packing.last(keep)] if keep else h)
         if labels is not None and keep:
             logits = logits[packing.last(keep)]
@@ -395,8 +415,6 @@ class KimiK3ForCausalLM(nn.Module):
             return Packing.of_offsets(cu_seqlens.to(input_ids.device), width)
         if mask is None:
             return Packing.of([width] * batch, input_ids.device)
-        if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < width:
-            fail("attention_mask", f"has shape {list(mask.shape)}, input_ids {list(input_ids.shape)}", "pass [B, T]")
         return Packing.of_mask(mask[:, mask.shape[1] - width :].to(input_ids.device))
 
     def _check_ids(self, input_ids: object) -> None:
@@ -411,15 +429,15 @@ class KimiK3ForCausalLM(nn.Module):
                 f"is on {input_ids.device}, the network on {self.device}",
                 f"input_ids.to({str(self.device)!r})",
             )
+        check_numbers(
+            "input_ids", input_ids, self.config.vocab_size, "check the tokenizer, and that ids are not labels"
+        )
+        check_no_autocast(self.device)
 
 
-def _check_rows(past: Cache, rows: Sequence[int] | None, number: int) -> None:
-    if rows is None and number != past.rows:
-        fail("past", f"holds {past.rows} sequences, input_ids {number}", "name the cache's rows: rows=[...]")
-    if rows is not None:
-        if len(rows) != number:
-            fail("rows", f"names {len(rows)} rows for {number} sequences", "name one row of the cache a sequence")
-        past.check_rows([row for row in rows if row >= 0])
+def _fail_to_keep(keep: int, tokens: int) -> NoReturn:
+    reason = f"is {keep}, but a sequence has {tokens} token{'s'[: tokens != 1]}"
+    fail("logits_to_keep", reason, "pass at most the length of the shortest")
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, packing: Packing) -> torch.Tensor:

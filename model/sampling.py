@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from k3dsl.model.arguments import integer, number
 from k3dsl.ops.common import fail
+
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by less leave fp32."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            fail("temperature", f"is {self.temperature}", "pass 0 for the most likely token, or a positive number")
-        if self.top_k < 0:
-            fail("top_k", f"is {self.top_k}", "pass how many tokens may be drawn, or 0 for all")
-        if not 0 < self.top_p <= 1:
+        remedy = f"pass 0 for the most likely token, or a number from {LEAST_TEMPERATURE:g} on"
+        temperature = number("temperature", self.temperature, remedy)
+        if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
+            fail("temperature", f"is {temperature}", remedy)
+        integer("top_k", self.top_k, 0, "pass how many tokens may be drawn, or 0 for all")
+        if not 0 < number("top_p", self.top_p, "pass a probability above 0, up to 1") <= 1:
             fail("top_p", f"is {self.top_p}", "pass a probability above 0, up to 1")
 
 

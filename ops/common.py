@@ -278,15 +278,19 @@ def check_offsets(name: str, x: torch.Tensor) -> int:
     return x.shape[0] - 1
 
 
-def check_offset_values(name: str, offsets: list[int], owner: str, tokens: int) -> None:
-    """Checks the numbers of cumulative lengths: from 0, never down, to the `tokens` that the tensor `owner` has."""
+def check_offset_values(name: str, offsets: list[int], owner: str, tokens: int, dim: str = "T") -> None:
+    """Checks the numbers of cumulative lengths: from 0, never down, to the `tokens` that the tensor `owner` has (its dim)."""
     if offsets[0] != 0:
         fail(name, f"starts at {offsets[0]}", "the first sequence starts at token 0")
     for i, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             fail(name, f"goes down from {start} to {end} at entry {i + 1}", "pass offsets, not lengths")
     if offsets[-1] != tokens:
-        fail(name, f"ends at {offsets[-1]}, but {owner} has T = {tokens} tokens", "end at T; cut the padding off")
+        fail(
+            name,
+            f"ends at {offsets[-1]}, but {owner} has {dim} = {tokens} tokens",
+            f"end at {dim}; cut the padding off",
+        )
 
 
 def check_slots(name: str, slots: torch.Tensor | None, requests: int, pool: str, size: int, like: torch.Tensor) -> None:

@@ -292,11 +292,22 @@ def attnres(
         out = torch.ops.k3dsl.attnres(rows, flat, query, key_norm, eps, norm_weight, norm_eps, return_h)
     else:
         _check_no_grad("logits" if snapshot is None else "snapshot", bank, prefix, query, key_norm, norm_weight)
-        target = None if snapshot is None else snapshot.view(-1, shape[-1])
         out = torch.ops.k3dsl.attnres_site_(
-            rows, flat, query, key_norm, logits, target, eps, norm_weight, norm_eps, return_h
+            rows, flat, query, key_norm, logits, _written(snapshot), eps, norm_weight, norm_eps, return_h
         )
+        _copy_where_compiled(prefix, snapshot)
     return _chosen(out, shape, norm_weight, return_h)
+
+
+def _written(snapshot: torch.Tensor | None) -> torch.Tensor | None:
+    """What the op writes as [T, D]; None where torch copies. torch.compile loses track of a custom op's writes into
+    `buffer[n]` once it has made n a number of run time: it writes another row. Its own copy finds the row."""
+    return None if snapshot is None or torch.compiler.is_compiling() else snapshot.view(-1, snapshot.shape[-1])
+
+
+def _copy_where_compiled(prefix: torch.Tensor, snapshot: torch.Tensor | None) -> None:
+    if snapshot is not None and torch.compiler.is_compiling():
+        snapshot.copy_(prefix)
 
 
 def attnres_fold(query: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
@@ -374,8 +385,9 @@ def attnres_merge(
     _check_statistics("o", o, prefix, (T, D), "[T, D]")
     _check_no_grad("attnres_merge", m, l, o, prefix, query, key_norm, norm_weight)
     out = torch.ops.k3dsl.attnres_merge_(
-        m, l, o, prefix, query, key_norm, snapshot, eps, norm_weight, norm_eps, return_h
+        m, l, o, prefix, query, key_norm, _written(snapshot), eps, norm_weight, norm_eps, return_h
     )
+    _copy_where_compiled(prefix, snapshot)
     return _chosen(out, prefix.shape, norm_weight, return_h)
 
 
@@ -388,7 +400,7 @@ def _row_vector(query: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _chosen(out: tuple[torch.Tensor, torch.Tensor], shape: torch.Size, norm_weight: Any, return_h: bool) -> Any:

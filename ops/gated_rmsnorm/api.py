@@ -91,7 +91,11 @@ def gated_rmsnorm(
             "x", f"has shape {list(x.shape)}, needs [..., H, D] with D from 1 to {MAX_WIDTH}", "x.unflatten(-1, (H, D))"
         )
     if gate.shape != x.shape:
-        fail("gate", f"has shape {list(gate.shape)}, needs x's {list(x.shape)}", "gate.view(x.shape)")
+        fail(
+            "gate",
+            f"has shape {list(gate.shape)}, needs x's {list(x.shape)}",
+            "pass a gate for every number of x; gate.expand_as(x) repeats a smaller one",
+        )
     if weight.shape != x.shape[-1:]:
         fail("weight", f"has shape {list(weight.shape)}, needs [D] = [{x.shape[-1]}]", "one number a channel of a head")
     for name, t in (("gate", gate), ("weight", weight)):

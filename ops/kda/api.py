@@ -127,7 +127,7 @@ def gate_tensors(
     """Adds the gate's parameters in the form the kernels take: fp32, [H] and [H, K]."""
     found = {}
     if A_log is not None:
-        found["A_log"] = A_log.to(torch.float32).contiguous()
+        found["A_log"] = A_log.to(torch.float32).reshape(H).contiguous()
     if dt_bias is not None:
         found["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
     tensors.update(aligned(found))

@@ -81,6 +81,7 @@ def check_forward(
     Raises:
         ArgumentError: naming the argument, what is wrong with it and the remedy.
     """
+    _check_tensors(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
     check_rank("q", q, 4, "[B, T, H, K]", "[1, T, H, K] for packed sequences")
     batch, tokens = q.shape[:2]
     heads, value_heads, width, value_width = _check_tokens(q, k, v, g, beta)
@@ -142,6 +143,7 @@ def check_decode(
     Raises:
         ArgumentError: naming the argument, what is wrong with it and the remedy.
     """
+    _check_tensors(q=q, k=k, v=v, g=g, beta=beta, state=state, A_log=A_log, dt_bias=dt_bias)
     check_rank("q", q, 4, "[B, 1, H, K]", "q.unsqueeze(1) if q is [B, H, K]")
     batch, tokens = q.shape[:2]
     if tokens != 1:
@@ -156,6 +158,13 @@ def check_decode(
     slots = state.shape[0]
     check_slots("state_indices", state_indices, batch, "state", slots, q)
     return DecodeShapes(batch, heads, value_heads, width, value_width, slots)
+
+
+def _check_tensors(**given: object) -> None:
+    for name, x in given.items():
+        optional = name in ("initial_state", "A_log", "dt_bias")
+        if not isinstance(x, torch.Tensor) and not (optional and x is None):
+            fail(name, f"is a {type(x).__name__}, needs a tensor", f"pass {name} as a torch.Tensor")
 
 
 def _check_tokens(
@@ -206,9 +215,9 @@ def _check_tokens(
 def _check_numbers(
     scale: float | None, lower_bound: float | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
 ) -> None:
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
         fail("scale", f"is {scale}", "pass a finite number, or None for 1/sqrt(K)")
-    if lower_bound is not None and not -math.inf < lower_bound < 0:
+    if lower_bound is not None and (not isinstance(lower_bound, (int, float)) or not -math.inf < lower_bound < 0):
         fail(
             "lower_bound",
             f"is {lower_bound}, needs to be a finite number below 0 (nats a token)",

@@ -56,7 +56,8 @@ def _run(
         return {n: x.new_empty(x.shape) for n, x in made.items()}
     tensors = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "output_gate": output_gate, "conv_weight": conv_weight,
-        "A_log": A_log.to(torch.float32).contiguous(), "norm_weight": norm_weight.to(torch.float32).contiguous(),
+        "A_log": A_log.to(torch.float32).reshape(H).contiguous(),
+        "norm_weight": norm_weight.to(torch.float32).reshape(V).contiguous(),
         "state": state, "conv_state": conv_state,
     }  # fmt: skip
     if dt_bias is not None:

@@ -76,5 +76,5 @@ def matmul(
     out_dtype = a.dtype if out_dtype is None else out_dtype
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         fail("out_dtype", f"is {dtype_name(out_dtype)}", "bfloat16, float16 or float32")
-    rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
+    rows = a if a.dim() == 2 else a.reshape(a.shape[:-1].numel(), a.shape[-1])
     return _matmul(rows, b, precision, out_dtype).reshape(*a.shape[:-1], b.shape[1])

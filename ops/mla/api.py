@@ -199,7 +199,13 @@ def mla_prefill(
     if isinstance(q, (tuple, list)):
         if len(q) != 2:
             fail("q", f"is a sequence of {len(q)}", "pass one tensor, or (q_nope, q_pe)")
-        q = _joined((q[0], q[1]))
+        joined = _joined((q[0], q[1]))
+        for n, (part, key) in enumerate((("k_nope", k_nope), ("k_pe", k_pe))):
+            check_tensor(part, key)
+            if key.dim() and q[n].shape[-1] != key.shape[-1]:
+                reason = f"has width {q[n].shape[-1]}, {part} has {key.shape[-1]}"
+                fail(f"q[{n}]", reason, "pass (q_nope, q_pe): the head's own part, then that of the shared key")
+        q = joined
     return _checked_prefill(q, k_nope, k_pe, v, scale, causal, gate, cu_seqlens, cu_seqlens_k, return_lse)
 
 

@@ -27,8 +27,8 @@ ALIGNMENT = 16
 
 def check_scale(scale: float | None) -> None:
     """Raises ArgumentError unless the scale is None or positive and finite."""
-    if scale is not None and not 0 < scale < math.inf:
-        fail("scale", f"is {scale}", "pass a positive finite number, or None for 192^-0.5")
+    if scale is not None and (not isinstance(scale, (int, float)) or not 0 < scale < math.inf):
+        fail("scale", f"is {scale}", "pass a positive finite number, or None for the width of a key, D + E, to -0.5")
 
 
 def _widths(name: str, *widths: tuple[str, int]) -> None:
@@ -95,7 +95,7 @@ def check_prefill(
     if has_data(cu_seqlens):
         check_offset_values("cu_seqlens", cu_seqlens.tolist(), "q", T)
     if cu_seqlens_k is not None and has_data(cu_seqlens_k):
-        check_offset_values("cu_seqlens_k", cu_seqlens_k.tolist(), "k_nope", S)
+        check_offset_values("cu_seqlens_k", cu_seqlens_k.tolist(), "k_nope", S, "S")
 
 
 def _check_cache(kv_cache: torch.Tensor, width: int, owner: str) -> None:
@@ -127,12 +127,17 @@ def check_decode(
     check_contiguous_rows("kv_cache", kv_cache)
     B, T, _, width = q.shape
     if not 1 <= T <= MAX_TOKENS:
-        fail("q", f"has T = {T} new tokens, needs 1 to {MAX_TOKENS}", "use mla_prefill for more")
+        remedy = "use mla_prefill for more" if T else "leave out a call without tokens"
+        fail("q", f"has T = {T} new tokens, needs 1 to {MAX_TOKENS}", remedy)
     C, E = kv_lora_rank, width - kv_lora_rank
-    if C % 16 or not 16 <= C <= MAX_LATENT:
+    if not isinstance(C, int) or C % 16 or not 16 <= C <= MAX_LATENT:
         fail("kv_lora_rank", f"is {C}, needs a multiple of 16 up to {MAX_LATENT}", "it is the width of the latent")
     if E % 16 or not 16 <= E <= MAX_WIDTH:
-        fail("q", f"has width {width}, of which {E} is left beside kv_lora_rank = {C}", f"{C} absorbed, then 64 shared")
+        fail(
+            "q",
+            f"has width {width}, of which {E} is left beside kv_lora_rank = {C}",
+            f"{C} absorbed, then the shared key's width",
+        )
     _check_cache(kv_cache, width, "q")
     for name, x, shape in (("page_table", page_table, "[B, max_pages]"), ("cache_seqlens", cache_seqlens, "[B]")):
         check_tensor(name, x, (torch.int32,))
@@ -150,18 +155,13 @@ def _check_pages(cache_seqlens: torch.Tensor, page_table: torch.Tensor, pages: i
     columns = page_table.shape[1]
     for b, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= columns * page:
-            fail(
-                "cache_seqlens",
-                f"is {length} for request {b}, the page table has room for {columns * page}",
-                "see there",
-            )
+            reason = f"is {length} for request {b}, the page table has room for 0 to {columns * page}"
+            fail("cache_seqlens", reason, "give page_table more columns, or count the tokens that are in the cache")
         used = page_table[b, : -(-length // page)].tolist()
         if used and not 0 <= min(used) <= max(used) < pages:
-            fail(
-                "page_table",
-                f"names pages of request {b} outside the cache's {pages}",
-                "entries past a length may be any",
-            )
+            wrong = next(p for p in used if not 0 <= p < pages)
+            reason = f"names page {wrong} for request {b}, and the cache has {pages}"
+            fail("page_table", reason, "number pages from 0; entries past a request's length may be any number")
 
 
 def check_write(

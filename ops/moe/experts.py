@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_rank, check_same, check_tensor, fail
+from k3dsl.ops.common import (
+    Caller,
+    check_contiguous_rows,
+    check_rank,
+    check_same,
+    check_tensor,
+    dtype_name,
+    fail,
+)
 from k3dsl.ops.moe.activation import check_betas
 from k3dsl.ops.moe.experts_backward import gradients
 from k3dsl.ops.moe.space import EXPERTS, SORT
@@ -182,7 +190,13 @@ def _check_weights(x: torch.Tensor, weights: dict[str, torch.Tensor], scales: di
             continue
         if scale is None:
             fail(name, f"is missing, and {weight} is packed", "pass weight_scale, uint8 with one byte for 32 columns")
-        check_tensor(name, scale, (torch.uint8,))
+        if not isinstance(scale, torch.Tensor) or scale.dtype != torch.uint8:
+            what = dtype_name(scale.dtype) if isinstance(scale, torch.Tensor) else type(scale).__name__
+            fail(
+                name,
+                f"is {what}, needs uint8",
+                "pass the checkpoint's bytes b, which stand for 2^(b - 127); a cast makes others",
+            )
         check_same(name, scale, "x", x, dtype=False)
         want = (*shapes[weight][:2], shapes[weight][2] // 32)
         if shapes[weight][2] % 32:
@@ -253,6 +267,9 @@ def moe_experts(
         check_tensor(name, w, (x.dtype, torch.uint8))
         assert w is not None
         check_rank(name, w, 3, "[E, out, in]", "all experts in one tensor")
+        if w.dtype != w_gate.dtype:
+            reason = f"is {dtype_name(w.dtype)}, w_gate is {dtype_name(w_gate.dtype)}"
+            fail(name, reason, "pass all three plain, or all three packed as MXFP4; a cast packs nothing")
         check_same(name, w, "w_gate", w_gate)
         check_same(name, w, "x", x, dtype=False)
         check_contiguous_rows(name, w)
@@ -268,10 +285,11 @@ def moe_experts(
     )
     check_tensor("weights", weights, (torch.float32,))
     check_tensor("ids", ids, (torch.int32, torch.int64))
-    for name, t in (("weights", weights), ("ids", ids)):
+    for name, t in (("ids", ids), ("weights", weights)):
         check_same(name, t, "x", x, dtype=False)
         if t.dim() != x.dim() or t.shape[:-1] != x.shape[:-1] or t.shape != ids.shape:
-            fail(name, f"has shape {list(t.shape)}, needs {[*x.shape[:-1], 'K']}", "K choices for each token of x")
+            need = [*x.shape[:-1], "K" if name == "ids" else ids.shape[-1]]
+            fail(name, f"has shape {list(t.shape)}, needs {need}", "K choices for each token of x")
     K, tokens = ids.shape[-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     check_contiguous_rows("x", tokens)
     flat = ids.reshape(tokens.shape[0], K)

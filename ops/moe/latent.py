@@ -27,6 +27,8 @@ def _check_parts(x: torch.Tensor, parts: dict[str, Matrix], group: tuple[str, ..
         check_tensor(name, w, (x.dtype,))
         check_rank(name, w, 2, "[out, in]", "a weight as torch.nn.Linear has it")
         check_same(name, w, "x", x)
+        if name in ("latent_up", "shared_down") and w.shape[0] != x.shape[-1]:
+            fail(name, f"gives {w.shape[0]} columns, x has {x.shape[-1]}", "pass [hidden, in], hidden the width of x")
     return bool(given)
 
 
@@ -101,6 +103,13 @@ def latent_moe(
     shared = _check_parts(x, parts, ("shared_gate", "shared_up", "shared_down"), "one MLP")
     if latent_norm is not None and not latent:
         fail("latent_norm", "is given without latent_down and latent_up", "pass all three, or none")
+    if latent_down is not None and latent_norm is not None:
+        check_tensor("latent_norm", latent_norm, (x.dtype, torch.float32))
+        if latent_norm.shape != latent_down.shape[:1]:
+            reason = f"has shape {list(latent_norm.shape)}, needs [D] = {list(latent_down.shape[:1])} of latent_down"
+            fail("latent_norm", reason, "one number a channel of the latent space")
+    check_tensor("router_weight", router_weight)
+    check_rank("router_weight", router_weight, 2, "[E, hidden]", "the router's weight")
     check_tensor("w_gate", w_gate, (x.dtype, torch.uint8))
     check_rank("w_gate", w_gate, 3, "[E, I, D]", "all experts in one tensor")
     experts, held = router_weight.shape[0], w_gate.shape[0]

@@ -73,5 +73,5 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.T
         fail("weight", f"is {dtype_name(weight.dtype)}, x is {dtype_name(x.dtype)}", "weight.to(x.dtype), or fp32")
     if not 0 <= eps < math.inf:
         fail("eps", f"is {eps}", "pass a finite number of at least 0")
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return _rmsnorm(rows, weight, float(eps)).reshape(x.shape)

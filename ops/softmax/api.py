@@ -69,5 +69,5 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) ->
     dtype = x.dtype if dtype is None else dtype
     if dtype not in FLOATS:
         fail("dtype", f"is {dtype_name(dtype)}", "bfloat16, float16 or float32")
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return _softmax(rows, dtype).reshape(x.shape)

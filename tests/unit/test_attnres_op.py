@@ -303,6 +303,20 @@ def test_registrations_pass_opcheck_and_run_under_torch_compile() -> None:
     assert torch.equal(snapshot, x["prefix"])
 
 
+@pytest.mark.slow
+def test_a_compiled_call_writes_the_row_it_is_given() -> None:
+    """From the third n on torch.compile makes it a number of run time, and takes a custom op's write to another row."""
+    torch.manual_seed(0)
+    query = torch.randn(64)
+    compiled = torch.compile(lambda bank, n, x: ops.attnres(bank[:n], x, query, snapshot=bank[n]))
+    for n in range(4):
+        bank, x = torch.randn(4, 5, 64), torch.randn(5, 64)
+        other = bank.clone()
+        torch.testing.assert_close(compiled(bank, n, x), ops.attnres(other[:n], x, query, snapshot=other[n]))
+        assert torch.equal(bank, other)
+        assert torch.equal(bank[n], x)
+
+
 @pytest.mark.parametrize("name", ["attnres.site", "attnres.phase1", "attnres.merge"])
 def test_the_registry_has_what_the_command_line_asks_of_an_op(name: str) -> None:
     op = get_op(name)

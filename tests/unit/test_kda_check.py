@@ -83,6 +83,15 @@ WRONG_TENSORS = [
 ]
 WRONG_SETTINGS = [
     (forward(scale=float("nan")), "scale", "is nan", "1/sqrt(K)"),
+    (forward(scale="x"), "scale", "is x", "1/sqrt(K)"),
+    (forward(lower_bound="x"), "lower_bound", "is x", "-5.0 for Kimi K3"),
+    *(
+        (forward(**{n: [1.0]}), n, "is a list, needs a tensor", f"{n} as a torch.Tensor")
+        for n in ("q", "k", "g", "beta")
+    ),
+    (forward(q=None), "q", "is a NoneType, needs a tensor", "torch.Tensor"),
+    (forward(initial_state=[1.0]), "initial_state", "is a list", "torch.Tensor"),
+    (gate(A_log=[1.0]), "A_log", "is a list", "torch.Tensor"),
     (forward(lower_bound=0.0), "lower_bound", "is 0.0", "-5.0 for Kimi K3"),
     (forward(lower_bound=5.0), "lower_bound", "below 0", "-5.0 for Kimi K3"),
     (forward(lower_bound=-float("inf")), "lower_bound", "finite", "None for the softplus gate"),

@@ -286,3 +286,11 @@ def test_two_requests_on_one_slot_are_found_by_the_cpu_backend() -> None:
     tensors["state_indices"] = torch.tensor([2, 2], dtype=torch.int32)
     with pytest.raises(EvaluationError):
         Executable(plan, None, "cpu")(tensors, {})
+
+
+def test_a_gate_of_a_checkpoints_shape_is_the_gate() -> None:
+    """A_log is [1, 1, H, 1] in Kimi Linear's checkpoint."""
+    kwargs = make(Case("shape", T=20, H=2, K=64, V=32))
+    assert kwargs["A_log"] is not None
+    expected = kda(**kwargs)[0]
+    assert torch.equal(kda(**{**kwargs, "A_log": kwargs["A_log"].view(1, 1, -1, 1)})[0], expected)

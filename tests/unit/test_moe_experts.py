@@ -327,6 +327,14 @@ def plain_block(x: torch.Tensor, top_k: int, activation: str = "situ", **w: Any)
     return y
 
 
+@pytest.mark.parametrize(("name", "shape"), [("shared_down", (1, 8)), ("latent_up", (1, 16)), ("latent_norm", (5,))])
+def test_parts_of_the_block_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    """A width of 1 would be repeated in silence."""
+    w = {**block(32, 16, 24, 8, 5), name: torch.ones(shape)}
+    with pytest.raises(ArgumentError, match=f"^{name}: "):
+        ops.latent_moe(numbers(4, 32), top_k=2, **w)
+
+
 def test_the_block_is_that_of_the_report() -> None:
     x, w = numbers(2, 9, 48, seed=3), block(48, 32, 16, 24, 10)
     got = ops.latent_moe(x, top_k=3, **w)
@@ -406,7 +414,8 @@ WRONG = [
     (lambda: ops.moe_experts(X, WG, WG, WD.mT.contiguous().mT, P, S), "w_down", "last dim", "contiguous()"),
     (lambda: ops.moe_experts(X, WG, WG, WD, P.half(), S), "weights", "float16, needs float32", "float32"),
     (lambda: ops.moe_experts(X, WG, WG, WD, P, S.short()), "ids", "int16", "int32"),
-    (lambda: ops.moe_experts(X, WG, WG, WD, P[:3], S), "weights", "needs [4, 'K']", "each token"),
+    (lambda: ops.moe_experts(X, WG, WG, WD, P[:3], S), "weights", "needs [4, 2]", "each token"),
+    (lambda: ops.moe_experts(X, WG, WG, WD, P, S[:3]), "ids", "needs [4, 'K']", "each token"),
     (lambda: ops.moe_experts(X, WG, WG, WD, P, S[:, :1]), "weights", "shape [4, 2]", "each token"),
     (lambda: ops.moe_experts(X, WG, WG, WD, P, S, activation="gelu"), "activation", "'gelu'", "situ, silu"),
     (lambda: ops.moe_experts(X, WG, WG, WD, P, S, precision="tf23"), "precision", "'tf23'", "tf32"),
@@ -420,6 +429,12 @@ WRONG = [
     (lambda: ops.latent_moe(X, W8, None, WG, WG, WD, top_k=2, latent_norm=X[0]), "latent_norm", "without", "all three"),
     (lambda: ops.latent_moe(X, W8, None, WG, WG, WD, top_k=2, first_expert=6), "first_expert", "holds 3", "0 to 5"),
     (lambda: ops.latent_moe(X, W8[:2], None, WG, WG, WD, top_k=2), "first_expert", "router's 2", "fewer experts"),
+    (lambda: ops.latent_moe(X, None, None, WG, WG, WD, top_k=2), "router_weight", "is a NoneType", "torch.Tensor"),
+    (lambda: ops.moe_experts(XB, WP, WG.to(BF16), DP, P, S, **SCALES), "w_up", "w_gate is uint8", "packs nothing"),
+    (
+        lambda: ops.moe_experts(XB, WP, WP, DP, P, S, **{**SCALES, "gate_scale": WS.float()}), "gate_scale", "needs uint8",
+        "a cast makes others",
+    ),
     (lambda: ops.latent_moe(X, W8, None, WG, WG, WD, top_k=2, activation="gelu"), "activation", "'gelu'", "situ"),
 ]  # fmt: skip
 

@@ -129,6 +129,12 @@ def test_softmax_of_more_dims_and_another_result_dtype() -> None:
     assert ops.softmax(x[:, :0]).shape == (2, 0, 10)
 
 
+def test_no_columns_in_three_dims_are_fine() -> None:
+    x = numbers(2, 3, 0)
+    assert ops.softmax(x).shape == (2, 3, 0)
+    assert (ops.matmul(x, numbers(0, 4)) == torch.zeros(2, 3, 4)).all()
+
+
 def test_rmsnorm_rounds_before_the_weight_as_llama_does() -> None:
     x, w = numbers(4, 100, dtype=torch.bfloat16), numbers(100, dtype=torch.bfloat16, seed=1)
     xf = x.float()
