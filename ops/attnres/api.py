@@ -268,7 +268,7 @@ def attnres(
         ArgumentError: naming the argument, the reason and the remedy.
     """
     check_tensor("prefix", prefix)
-    if isinstance(bank, torch.Tensor):
+    if isinstance(bank, torch.Tensor) or not isinstance(bank, Sequence):
         check_tensor("bank", bank)
     else:
         for i, row in enumerate(bank):
@@ -312,6 +312,10 @@ def _copy_where_compiled(prefix: torch.Tensor, snapshot: torch.Tensor | None) ->
 
 def attnres_fold(query: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
     """The query [..., D] times the key norm's weight [D] in fp32, for the functions that take folded queries."""
+    check_tensor("query", query)
+    check_tensor("key_norm", key_norm)
+    if key_norm.dim() != 1 or query.shape[-1:] != key_norm.shape:
+        fail("key_norm", f"has shape {list(key_norm.shape)}, needs [D] = {list(query.shape[-1:])} of query", "one a channel")
     return query.float() * key_norm.float()
 
 

@@ -367,6 +367,8 @@ WRONG = [
     (lambda: ops.attnres(B[:, :3], P, Q), "bank", "needs [N, ...] with [4, 8]", "bank[:n, :T]"),
     (lambda: ops.attnres(B.half(), P, Q), "bank", "float16, prefix is float32", "prefix.dtype"),
     (lambda: ops.attnres([P, P[:2]], P, Q), "bank[1]", "[2, 8], prefix [4, 8]", "one row a snapshot"),
+    (lambda: ops.attnres(None, P, Q), "bank", "NoneType", "torch.Tensor"),
+    (lambda: ops.attnres_fold(Q, Q[:1]), "key_norm", "has shape [1], needs [D] = [8]", "a channel"),
     (lambda: ops.attnres(B, P, Q[:3]), "query", "needs [D] = [8]", "a channel"),
     (lambda: ops.attnres(B, P, None), "query", "NoneType", "torch.Tensor"),
     (lambda: ops.attnres(B, P, Q, Q.half()), "key_norm", "float16, prefix is float32", "float()"),
