@@ -80,7 +80,7 @@ def test_rules_are_points_of_the_space_and_large_tiles_are_refused() -> None:
 X, W = torch.zeros(2, 3, 8), torch.ones(8)
 WRONG = [
     (lambda: ops.gated_rmsnorm(W, W, W), "x", "needs [..., H, D]", "unflatten"),
-    (lambda: ops.gated_rmsnorm(X, X[:1], W), "gate", "needs x's [2, 3, 8]", "view"),
+    (lambda: ops.gated_rmsnorm(X, X[:1], W), "gate", "needs x's [2, 3, 8]", "expand_as"),
     (lambda: ops.gated_rmsnorm(X, X.half(), W), "gate", "float16, x is float32", "x.dtype"),
     (lambda: ops.gated_rmsnorm(X, X, W[:3]), "weight", "needs [D] = [8]", "a channel"),
     (lambda: ops.gated_rmsnorm(X, X, W.half()), "weight", "float16", "fp32"),

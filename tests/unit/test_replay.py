@@ -211,7 +211,7 @@ def test_page_tables_and_lengths_are_looked_at_in_every_call(replays: list[str])
     assert replays == ["_ByTensors"]
     with pytest.raises(ArgumentError, match="cache_seqlens: is 9999"):
         ops.mla_decode(**{**inputs, "cache_seqlens": torch.full_like(inputs["cache_seqlens"], 9999)})
-    with pytest.raises(ArgumentError, match="page_table: names pages"):
+    with pytest.raises(ArgumentError, match="page_table: names page 99"):
         ops.mla_decode(**{**inputs, "page_table": inputs["page_table"] + 99})
 
 
