@@ -82,7 +82,8 @@ class Space:
             )
         if (target is None) != (backends[0] == "torch"):
             raise ArgumentError(
-                f"backend {backends[0]} for target {target}", fix="torch runs on the cpu, others on a GPU"
+                f"backend {backends[0]} does not run on target {target or 'cpu'}",
+                fix="torch runs on the cpu, triton and tilelang on a GPU",
             )
         self.op, self.target, self.backends = op, target, tuple(backends)
         self.dims = dict(dims)

@@ -137,6 +137,12 @@ def size_class(name: str, value: int, *divisors: int) -> Sym:
     return Sym(name, divisible_by=divisor, min=1, max=NARROW if value <= NARROW else INT32_MAX)
 
 
+def head_constraints(dims: Mapping[str, Any]) -> list[str]:
+    """Why heads do not go together: each query and key head serves as many value heads. HK 0 stands for as many."""
+    H, HK = dims["H"], dims["HK"]
+    return [f"H = {H} value heads are no multiple of HK = {HK} query and key heads"] if HK and H % HK else []
+
+
 def covering(choices: Sequence[int], size: int) -> int:
     """The least of some choices that is at least `size`, the greatest where none is: a tile for the CPU, whose time goes by
     steps and programs."""

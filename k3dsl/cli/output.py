@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from k3dsl.backends.base import MATRIX_FAMILIES
+from k3dsl.backends.common import write_whole
 from k3dsl.errors import ArgumentError
 
 WIDTH = 160  # of a pipe or a file, which has no width of its own
@@ -41,7 +42,7 @@ def write_json(path: Path, data: Any) -> None:
     """JSON to a file. Raises ArgumentError where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(data, indent=1, default=str) + "\n")
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from None
 

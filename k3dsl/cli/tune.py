@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3dsl.cli.common import Json, OutputFile, Settings, parse_dims, parse_settings
+from k3dsl.cli.common import Json, OutputFile, Settings, parse_dims, parse_settings, writable
 from k3dsl.cli.output import milliseconds, print_json, print_table, write_json
 from k3dsl.errors import ArgumentError
 
@@ -84,6 +84,7 @@ def tune_command(
         from k3dsl.autotune.report import check_plots
 
         check_plots()
+        writable(report / "report.md")
     small = target_here(target) is None
     given = parse_settings(settings)
     problems = [problem(name, shape, given, small=small) for name in ops for shape in _shapes(name, dims or [], ops)]
@@ -176,6 +177,9 @@ def _show(result: Result, facts: Mapping[str, Any]) -> None:
             print(f"  {best.proposal.key}")
     elif result.winner is None:
         print("nothing passed; the op's default stays")
+        why = dict.fromkeys(f"{t.outcome.end.value}: {t.outcome.detail}" for t in result.trials if t.outcome.detail)
+        for line in list(why)[:3]:
+            print(f"  {line}")
     else:
         share = result.roofline_share
         roofline = f", {share:.0%} of what memory traffic allows" if share is not None else ""

@@ -34,7 +34,7 @@ class Namespace:
         try:
             return self._values[name]
         except KeyError:
-            raise UnknownNameError(*_unknown(self._what, name, self._values), where=user_location()) from None
+            raise UnknownNameError(_not_given(self._what, name, self._values), where=user_location()) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -43,10 +43,17 @@ class Namespace:
         return self._values.get(name, default)
 
 
-def _unknown(what: str, name: str, known: Mapping[str, Any]) -> tuple[str]:
+def _unknown(what: str, name: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(known), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
-    return (f"unknown {what} {name!r}; {hint}",)
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def _not_given(what: str, name: str, given: Mapping[str, Any]) -> str:
+    """Of a name that a kernel asks for: either side may have it wrong."""
+    near = difflib.get_close_matches(name, list(given), n=3)
+    hint = f"is {' or '.join(near)} meant?" if near else f"given: {', '.join(sorted(given)) or 'none'}"
+    return f"the kernel asks for the {what} {name!r}, which was not given; {hint}"
 
 
 class Kernel:
@@ -89,7 +96,7 @@ class Kernel:
         given = dict(tensors or {})
         for name in given:
             if name not in self.parameters:
-                raise UnknownNameError(*_unknown(f"parameter of kernel {self.name}", name, self.parameters))
+                raise UnknownNameError(_unknown(f"parameter of kernel {self.name}", name, self.parameters))
         values = {n: Expr.of(v) if isinstance(v, (Sym, Expr)) else v for n, v in dims.items()}
         symbols = {v.name: v for v in dims.values() if isinstance(v, Sym)}
         knobs = dict(knobs or {})

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from k3dsl.errors import ArgumentError, LegalityError, UnknownNameError
-from k3dsl.ir.symbols import Sym
+from k3dsl.ir.symbols import INT32_MAX, Sym
 from k3dsl.ir.types import DTYPES, DType
 from k3dsl.runtime.plan import Plan
 
@@ -21,7 +21,8 @@ class Dim:
     """A problem dim. static: compiled in; else a runtime dim of the artifact. default: used when none is given.
 
     divisor: the largest power of two dividing a given value that code compiled for it may count on. by_class: calls look
-    tuned settings up by its size class, see size_number, so that sequences of all lengths are few kinds of call.
+    tuned settings up by its size class, see size_number, so that sequences of all lengths are few kinds of call. empty: a
+    static dim may be 0.
     """
 
     name: str
@@ -30,6 +31,12 @@ class Dim:
     static: bool = False
     divisor: int = 64
     by_class: bool = False
+    empty: bool = False
+
+    @property
+    def least(self) -> int:
+        """The smallest value: code is made for static dims of at least 1, unless 0 has a meaning of its own."""
+        return 1 if self.static and self.default and not self.empty else 0
 
 
 def size_number(n: int) -> int:
@@ -150,8 +157,10 @@ class Op:
         out: dict[str, int | Sym] = {}
         for d in self.dims:
             value = given.get(d.name, d.default)
-            if not isinstance(value, int) or value < 0:
-                raise ArgumentError(f"{self.name}: dim {d.name} must be an integer of at least 0, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not d.least <= value <= INT32_MAX:
+                raise ArgumentError(
+                    f"{self.name}: dim {d.name}, {d.doc}, must be an integer from {d.least} to {INT32_MAX}, got {value!r}"
+                )
             out[d.name] = value if d.static or not symbolic else runtime_dim(d.name, value, d.divisor)
         return out
 

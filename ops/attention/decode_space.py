@@ -60,6 +60,8 @@ def plan(
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
+    if reasons := common.head_constraints(dims):
+        return reasons
     group = pow2(dims["H"] // dims["HK"])
     return [f"rows {knobs['rows']} hold no query of a group of {group} heads"] if knobs["rows"] < group else []
 
@@ -142,7 +144,7 @@ ATTENTION_DECODE = Op(
         Dim("T", 1, "queries of a request, its last tokens", divisor=1),
         Dim("S", 8192, "slots of the cache"),
         Dim("H", 32, "query heads", static=True),
-        Dim("HK", 8, "key and value heads; 0: as many as query heads", static=True),
+        Dim("HK", 8, "key and value heads; 0: as many as query heads", static=True, empty=True),
         Dim("D", 128, "width of queries and keys", static=True),
         Dim("V", 0, "width of values; 0: as the keys", static=True),
     ),

@@ -145,6 +145,7 @@ ATTENTION = Op(
     reference=_reference,
     peers=lambda: {"torch": _sdpa},
     limits=limits,
+    constraints=lambda dims, knobs, options: common.head_constraints(dims),
     heuristic=rule,
     prepare_dims=derived_dims,
     cpu_dims={"B": 1, "T": 256, "H": 4, "D": 64},

@@ -315,7 +315,11 @@ def attnres_fold(query: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
     check_tensor("query", query)
     check_tensor("key_norm", key_norm)
     if key_norm.dim() != 1 or query.shape[-1:] != key_norm.shape:
-        fail("key_norm", f"has shape {list(key_norm.shape)}, needs [D] = {list(query.shape[-1:])} of query", "one a channel")
+        fail(
+            "key_norm",
+            f"has shape {list(key_norm.shape)}, needs [D] = {list(query.shape[-1:])} of query",
+            "one a channel",
+        )
     return query.float() * key_norm.float()
 
 

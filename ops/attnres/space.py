@@ -170,7 +170,7 @@ _ROW_KNOBS = (
 SITE = Op(
     name="attnres.site",
     doc="Block Attention Residuals: mixes the bank's rows and the prefix for one site, with the RMSNorm that follows.",
-    dims=(_TOKENS, Dim("N", 8, "rows of the bank", static=True), _WIDTH),
+    dims=(_TOKENS, Dim("N", 8, "rows of the bank", static=True, empty=True), _WIDTH),
     knobs=(
         *_ROW_KNOBS,
         Knob("unroll", (False, True), False, "rows one after the other in the code, instead of a loop"),
@@ -224,7 +224,7 @@ PHASE1 = Op(
     doc="AttnRes in two phases, the first: all sites of a block against the frozen bank.",
     dims=(
         Dim("T", 64, "tokens"),
-        Dim("N", 8, "rows of the bank", static=True),
+        Dim("N", 8, "rows of the bank", static=True, empty=True),
         Dim("S", 24, "sites", static=True),
         _WIDTH,
     ),

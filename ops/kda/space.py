@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
+from k3dsl.ops.common import head_constraints
 from k3dsl.ops.kda import judge, kernels, plans
+from k3dsl.ops.kda.check import KEY_WIDTHS
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 
 PLACES = 264
@@ -56,9 +58,16 @@ def forward_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
     return d
 
 
+def width_constraints(dims: Mapping[str, Any]) -> list[str]:
+    """Why KDA has no code for a width."""
+    if dims["K"] not in KEY_WIDTHS:
+        return [f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros"]
+    return []
+
+
 def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    reasons = []
+    reasons = [*head_constraints(dims), *width_constraints(dims)]
     if dims["V"] % knobs["block_v"]:
         reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
     if options["dtype"] == f16 and knobs["factors"] == bf16:
@@ -226,7 +235,8 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     block = knobs["block_v"]
-    return [f"block_v {block} does not divide V = {dims['V']}"] if dims["V"] % block else []
+    reasons = head_constraints(dims)
+    return [*reasons, f"block_v {block} does not divide V = {dims['V']}"] if dims["V"] % block else reasons
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
+from k3dsl.ops.common import head_constraints
 from k3dsl.ops.kda.space import decode_constraints, decode_dims, decode_rule, forward_dims
 from k3dsl.ops.linear_attention import judge, plans
 from k3dsl.runtime.op import Dim, Knob, Op, Option
@@ -46,7 +47,7 @@ _DOCS = {
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    reasons = []
+    reasons = head_constraints(dims)
     if dims["V"] % knobs["block_v"]:
         reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
     if options["dtype"] == f16 and knobs.get("factors") == bf16:

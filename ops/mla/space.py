@@ -166,7 +166,7 @@ def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str
             knobs |= {"block_n": 64, "stages": 2}
     # 16 rows leave shared memory for a second program on a multiprocessor
     places = multiprocessors() * (2 if knobs["block_h"] < 64 and options["dtype"] != f32 else 1)
-    programs = dims["B"] * -(-rows // knobs["block_h"])
+    programs = max(1, dims["B"] * -(-rows // knobs["block_h"]))
     return knobs | {"num_splits": splits_for(programs, dims["S"], knobs.get("block_n", 32), places)}
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from k3dsl.cli.common import parse_dims, parse_settings, parse_value
 from k3dsl.cli.main import app
 from k3dsl.errors import ArgumentError
 from k3dsl.ops.registry import get_op, op_names
-from k3dsl.runtime import timing
+from k3dsl.runtime import judge, timing
 from k3dsl.runtime.timing import Timing
 
 pytest.importorskip("triton")
@@ -78,7 +79,7 @@ REFUSED = [
     ((*DECODE, "--set", "decode.stages=3"), "stages go by loop label, got 3", "stages.LABEL=3"),
     ((*DECODE, "--set", "decode.maxnreg=many"), "maxnreg must be 16 to 255 or None, got 'many'", None),
     ((*DECODE, "--dims", "B=x"), "dim B must be an integer, got 'x'", "--dims T=8192,H=96"),
-    ((*DECODE, "--dims", "B=-1"), "dim B must be an integer of at least 0, got -1", None),
+    ((*DECODE, "--dims", "B=-1"), "dim B, requests, must be an integer from 0 to 2147483647, got -1", None),
     ((*DECODE, "--stage", "amdgcn", "--target", "sm_90a"), "code for sm_90a has no stage amdgcn", "ptx or sass"),
     (("compile", "kda.decode"), "no target is named, and there is no GPU here", "--target one of sm_80"),
     (("compile", "kda.decode", "--target", "sm_90a", "--backend", "torch"), "generates no code", "--backend triton"),
@@ -365,3 +366,13 @@ def test_demo_compiles_runs_and_says_what_comes_next():
     assert "winner: block_k=" in shown
     assert "the same weights, plain torch" in shown
     assert "it writes: 'The " in shown
+
+
+def test_a_place_for_the_results_is_looked_at_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of hours must not end where nothing can be written."""
+    monkeypatch.setattr(judge, "judge", lambda *_, **__: pytest.fail("it began"))
+    (tmp_path / "file").write_text("")
+    for place in ("/proc/x/report.json", str(tmp_path), str(tmp_path / "file" / "report.json")):
+        result = CliRunner().invoke(app, ["run", "rmsnorm", "--output", place])
+        assert result.exit_code == 2
+        assert re.search(r"cannot be written|is a folder", result.output + result.stderr)

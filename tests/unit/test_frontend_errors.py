@@ -268,11 +268,11 @@ def test_a_mistake_names_the_line_the_reason_and_the_change(mistake: tuple[Body,
 
 def test_unknown_dims_and_knobs_name_their_neighbours() -> None:
     dims = {"T": Sym("T", 16), "tokens": 3, "heads": 4, "K": 16}
-    with pytest.raises(UnknownNameError, match="unknown dim 'token'; did you mean tokens"):
+    with pytest.raises(UnknownNameError, match="asks for the dim 'token', which was not given; is tokens meant"):
         trace_body(lambda d, c, x, o, e: d.token, dims=dims)
-    with pytest.raises(UnknownNameError, match="unknown knob 'block_w'; did you mean block_v"):
+    with pytest.raises(UnknownNameError, match="asks for the knob 'block_w', which was not given; is block_v meant"):
         trace_body(lambda d, c, x, o, e: c.block_w, block_v=4)
-    with pytest.raises(UnknownNameError, match="unknown dim 'Q'; known: K, T, heads, tokens"):
+    with pytest.raises(UnknownNameError, match="the dim 'Q', which was not given; given: K, T, heads, tokens"):
         trace_body(lambda d, c, x, o, e: d.Q, dims=dims)
 
 

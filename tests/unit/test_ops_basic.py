@@ -307,3 +307,29 @@ def test_ops_run_inside_torch_compile() -> None:
     x, w = numbers(6, 8), numbers(8, 5)
     compiled = torch.compile(block, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, w, W), block(x, w, W))
+
+
+# ---- dims that no code is made for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", op_names())
+def test_a_dim_that_is_compiled_in_is_at_least_1_and_none_is_beyond_int32(name: str) -> None:
+    op = get_op(name)
+    for dim in op.dims:
+        for value in (-1, 2**31, 1.5, True, *([0] if dim.least else [])):
+            with pytest.raises(
+                ArgumentError, match=f"{name}: dim {dim.name}, .* must be an integer from {dim.least} to"
+            ):
+                op.point({dim.name: value}, {})
+        if not dim.least:  # nothing to do, or as many as another dim
+            op.point({dim.name: 0}, {}).reasons()
+
+
+@pytest.mark.parametrize(
+    "name", ["kda.forward", "kda.decode", "delta_rule", "linear_attention.decode", "attention", "attention.decode"]
+)
+def test_heads_that_do_not_go_together_are_refused_before_anything_is_compiled(name: str) -> None:
+    for H, HK in ((6, 4), (4, 8)):
+        with pytest.raises(LegalityError, match=f"H = {H} value heads are no multiple of HK = {HK}"):
+            get_op(name).point({"H": H, "HK": HK}, {}).check()
+    get_op(name).point({"H": 8, "HK": 4}, {}).check()

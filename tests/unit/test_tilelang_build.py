@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tilelang_sources import ADD, add_source, dim, gemm_source
 import k3dsl
 from k3dsl.backends.host_call import HostCall, HostCallKernel
 from k3dsl.errors import BuildError, LaunchError, LegalityError, ResourceError
-from k3dsl.language import In, Out, arange, argmax, f32, i32, kernel, span
+from k3dsl.language import In, Out, Sym, Tile, arange, argmax, argmin, cdiv, f32, i32, kernel, program_id, span
+from k3dsl.passes.simplify import simplify
 from k3dsl.targets import get_target
 
 pytest.importorskip("tilelang")
@@ -23,6 +25,8 @@ from k3dsl.backends.tilelang import cache, nvcc
 from k3dsl.backends.tilelang.build import build, lowered_kernel
 from k3dsl.backends.tilelang.inspect import inspect_source, is_asynchronous, register_demand, static_shared
 from k3dsl.backends.tilelang.load import host_function, load
+from k3dsl.backends.tilelang.lower import lower
+from k3dsl.backends.tilelang.schedule import TileLangSchedule
 
 needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="there is no nvcc")
 HOPPER = get_target("sm_90a")
@@ -322,8 +326,46 @@ def few_rows(d, c, x=In("4 64", f32), o=Out("4", i32)):
     o[arange(4)] = argmax(x[span(0, 4), :], 1)
 
 
+RACING = """import tilelang.language as tl
+
+
+def few_rows():
+    @tl.prim_func
+    def few_rows(x_ptr: tl.ptr(tl.float32), o_ptr: tl.ptr(tl.int32)):
+        x = tl.make_tensor(x_ptr, (4, 64), tl.float32)
+        o = tl.make_tensor(o_ptr, (4,), tl.int32)
+        with tl.Kernel(1, threads=128) as (program_0,):
+            line = tl.alloc_shared((4, 64), tl.float32)
+            highest = tl.alloc_shared((4,), tl.int32)
+            for i, j in tl.Parallel(4, 64):
+                line[i, j] = x[i, j]
+            for i in tl.Parallel(4):
+                highest[i] = 0
+                for r in tl.serial(63):
+                    if line[i, r + 1] > line[i, 0]:
+                        line[i, 0] = line[i, r + 1]
+                        highest[i] = r + 1
+            for i in tl.Parallel(4):
+                o[i] = highest[i]
+
+    return few_rows
+"""
+
+
 def test_a_barrier_that_no_longer_separates_the_threads_is_refused() -> None:
-    """TileLang only warns of it: the race is in the kernel that it goes on to build."""
-    compiled = k3dsl.compile(few_rows, dims={}, target="sm_90a", backend="tilelang")
+    """TileLang only warns of it: the race is in the kernel that it goes on to build. Here four threads of 128 write."""
+    source = lower(simplify(few_rows.trace({}, {})), TileLangSchedule(), HOPPER)
     with pytest.raises(BuildError, match="the race remains"):
-        _ = compiled.artifact
+        build(dataclasses.replace(source, text=RACING), HOPPER)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("find", [argmax, argmin])
+def test_positions_of_extremes_build_for_any_number_of_rows(find: Callable[..., Tile], rows: int) -> None:
+    @kernel(grid=lambda d, c: (cdiv(d.R, rows),))
+    def found(d, c, x=In("R 48", f32), o=Out("R", i32)):
+        own = span(program_id(0) * rows, rows, end=d.R)
+        o[own] = find(x[own, :], axis=1)
+
+    compiled = k3dsl.compile(found, dims={"R": Sym("R")}, target="sm_90a", backend="tilelang")
+    assert "found_kernel" in (compiled.artifact.cuda or "")

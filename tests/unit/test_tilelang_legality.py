@@ -144,7 +144,7 @@ def test_the_dots_of_an_inverse_have_names_too():
     assert reasons(k, policy={"d0": "row"}) == []
 
 
-@pytest.mark.parametrize("name", ["tl", "threadIdx", "o_ptr"])
+@pytest.mark.parametrize("name", ["tl", "threadIdx", "o_ptr", "new", "template", "operator"])
 def test_a_parameter_may_not_have_a_name_that_generated_code_needs(name):
     scope: dict[str, Any] = {"In": In, "Out": Out, "f32": f32}
     exec(f"def k(d, c, {name}=In('16', f32), o=Out('16', f32)):\n    o[:] = {name}[:]", scope)

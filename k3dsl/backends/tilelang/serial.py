@@ -58,25 +58,27 @@ class SerialPrinter(Emitter):
         dtype = held_as(source.dtype)
         tile = self._lines_of(op, [self.allocate("shared", "line", source.shape, dtype)])[0]
         others = _without(source.shape, axis)
-        place = self.allocate("shared", NAMES[op.opcode], others, i32)
+        # every element's position beside it, and both written in any case, after both are read: else TileLang puts a barrier
+        # between the steps, which not all threads reach
+        place = self.allocate("shared", NAMES[op.opcode], source.shape, i32)
+        with self.over(source.shape) as at:
+            self.line(f"{self.buffer_at(place, source.shape, at)} = {at[axis]}")
         sign, r = ">" if op.opcode == "argmax" else "<", self.serial_name
+        value, position = self.name("extreme"), self.name("where")
         with self.over(others) as at:
-            best = self.buffer_at(tile, source.shape, [*at[:axis], "0", *at[axis + 1 :]])
-            new = self.buffer_at(tile, source.shape, [*at[:axis], f"{r} + 1", *at[axis + 1 :]])
-            found = self.buffer_at(place, others, at)
-            self.line(f"{found} = 0")
+            first, other = ([*at[:axis], n, *at[axis + 1 :]] for n in ("0", f"{r} + 1"))
+            best, new = (self.buffer_at(tile, source.shape, where) for where in (first, other))
+            found, here = (self.buffer_at(place, source.shape, where) for where in (first, other))
             self.line(f"for {r} in tl.serial({source.shape[axis] - 1}):")
             with self.indented():
                 condition = f"{new} {sign} {best}"
                 if dtype.is_float:
                     condition = f"tl.And(tl.Or({condition}, tl.isnan({new})), {negated(f'tl.isnan({best})')})"
-                self.line(f"if {condition}:")
-                with self.indented():
-                    self.line(f"{best} = {new}")
-                    self.line(f"{found} = {r} + 1")
-        self.shared[id(v)] = place
-        if not v.shape:
-            self.text_of[id(v)] = f"{place}[0]"
+                self.line(f"{value} = tl.if_then_else({condition}, {new}, {best})")
+                self.line(f"{position} = tl.if_then_else({condition}, {here}, {found})")
+                self.line(f"{best} = {value}")
+                self.line(f"{found} = {position}")
+        self._first_of_lines(op, v, place, axis, i32)
 
     op_argmin = op_argmax
 
