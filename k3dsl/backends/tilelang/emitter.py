@@ -17,17 +17,8 @@ from k3dsl.ir.graph import Kernel, Op, Value
 from k3dsl.ir.opset import COMPARE, MXFP4_GROUP
 from k3dsl.ir.types import DType, f32, i1, i32
 
-_CPP = (
-    "alignas alignof and and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t compl "
-    "concept const consteval constexpr constinit const_cast co_await co_return co_yield decltype default delete "
-    "do double dynamic_cast enum explicit export extern friend goto inline int long mutable namespace new "
-    "noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires "
-    "short signed sizeof static static_assert static_cast struct switch template this thread_local throw typedef "
-    "typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq"
-)
-RESERVED = frozenset({"tl", "tilelang", "PRELUDE", "float", "range", *keyword.kwlist, *_CPP.split()})
-"""Names that mean something else in a generated module or its CUDA source. Names of parameters cannot be changed, so legality
-refuses them."""
+RESERVED = frozenset({"tl", "tilelang", "PRELUDE", "float", "range", *keyword.kwlist})
+"""Names that mean something else in a generated module. Names of parameters cannot be changed, so legality refuses them."""
 LOOP_NAMES = ("i", "j", "k", "l", "m", "n")
 """Names of the variables of loops over elements, where they are free."""
 
