@@ -24,9 +24,15 @@ MAX_FRAGMENT_BYTES = 16384
 """Most that one fragment may take of each thread. Far more than there are registers; beyond it compilers take minutes."""
 WGMMA_REGISTERS = 26
 """What ptxas wants for a wgmma instruction beside its accumulators (its message C7602)."""
-CPP_NAMES = frozenset(
-    ["alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "case", "catch", "char", "char8_t", "char16_t", "char32_t", "compl", "concept", "const", "consteval", "constexpr", "constinit", "const_cast", "co_await", "co_return", "co_yield", "decltype", "default", "delete", "do", "double", "dynamic_cast", "enum", "explicit", "export", "extern", "friend", "goto", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not", "not_eq", "nullptr", "operator", "or", "or_eq", "private", "protected", "public", "register", "reinterpret_cast", "requires", "short", "signed", "sizeof", "static", "static_assert", "static_cast", "struct", "switch", "template", "this", "thread_local", "throw", "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile", "wchar_t", "xor", "xor_eq"]
+_CPP = (
+    "alignas alignof and and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t compl "
+    "concept const consteval constexpr constinit const_cast co_await co_return co_yield decltype default delete "
+    "do double dynamic_cast enum explicit export extern friend goto inline int long mutable namespace new "
+    "noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires "
+    "short signed sizeof static static_assert static_cast struct switch template this thread_local throw typedef "
+    "typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq"
 )
+CPP_NAMES = frozenset(_CPP.split())
 """Keywords of C++, in which TileLang writes the names of parameters; a kernel's own gets an ending."""
 _ATOMIC = (f16, bf16, f32, f64, i32, i64)
 
