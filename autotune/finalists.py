@@ -107,8 +107,6 @@ def run_finals(
         else:
             failed.append((proposal, outcome))
     for number in range(1, ROUNDS + 1 if len(passed) > 1 else 1):
-        if not passed:
-            break
         shift = number % len(passed)
         found: dict[str, Outcome] = {}
         for finalist in passed[shift:] + passed[:shift]:
@@ -120,19 +118,20 @@ def run_finals(
             if outcome is None:
                 break
             found[finalist.proposal.key] = outcome
-        if len(found) < len(passed):  # a round counts when it is whole, but what failed in it has failed
-            lost = {key: outcome for key, outcome in found.items() if outcome.end is not End.OK}
-            failed += [(f.proposal, lost[f.proposal.key]) for f in passed if f.proposal.key in lost]
-            return ranked(space, [f for f in passed if f.proposal.key not in lost]), failed
+        whole = len(found) == len(passed)  # else it does not count, but what failed in it has failed
         passed, timed = [], passed
         for finalist in timed:
-            outcome = found[finalist.proposal.key]
-            if outcome.end is End.OK and outcome.time_ms is not None:
+            outcome = found.get(finalist.proposal.key)
+            if outcome is not None and (outcome.end is not End.OK or outcome.time_ms is None):
+                failed.append((finalist.proposal, outcome))
+            elif outcome is not None and whole:
                 # what came before the first round was timed alone, each at its own time
                 before = () if number == 1 else finalist.rounds
                 passed.append(replace(finalist, rounds=(*before, _samples(outcome))))
             else:
-                failed.append((finalist.proposal, outcome))
+                passed.append(finalist)
+        if not (whole and passed):
+            break
     return ranked(space, passed), failed
 
 

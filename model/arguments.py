@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -42,12 +42,12 @@ def integers(name: str, x: object, what: str) -> list[int]:
         return [int(n) for n in x.reshape(-1).tolist()]
     if isinstance(x, SupportsIndex):
         return [integer(name, x, -(2**63), what)]
-    if isinstance(x, (str, bytes)) or not isinstance(x, (Sequence, range, frozenset, set)):
+    if isinstance(x, (str, bytes)) or not isinstance(x, (Sequence, Set)):
         fail(name, f"is {x!r}", what)
     return [integer(name, n, -(2**63), what) for n in x]
 
 
-def check_numbers(name: str, ids: torch.Tensor, most: int, what: str, ignored: int | None = None) -> None:
+def check_vocabulary(name: str, ids: torch.Tensor, most: int, what: str, ignored: int | None = None) -> None:
     """Raises ArgumentError for a number below 0 or from `most` on, but for `ignored`. On the CPU alone: a GPU would have to be
     waited for."""
     if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
@@ -60,21 +60,19 @@ def check_numbers(name: str, ids: torch.Tensor, most: int, what: str, ignored: i
         fail(name, f"has {found}, and the vocabulary is 0 to {most - 1}", what)
 
 
-def check_tensor(name: str, x: object, shape: Sequence[int | None] | None, what: str) -> None:
-    """Raises ArgumentError unless x is a tensor of that shape, of which None fits any size."""
+def check_shape(name: str, x: object, shape: Sequence[int | None], what: str) -> torch.Tensor:
+    """x. Raises ArgumentError unless it is a tensor of that shape, of which None fits any size."""
     if not isinstance(x, torch.Tensor):
         fail(name, f"is a {type(x).__name__}", what)
-    if shape is not None and (
-        x.dim() != len(shape) or any(n not in (None, m) for n, m in zip(shape, x.shape, strict=True))
-    ):
+    if x.dim() != len(shape) or any(n not in (None, m) for n, m in zip(shape, x.shape, strict=True)):
         fail(name, f"has shape {list(x.shape)}", what)
+    return x
 
 
 def check_mask(mask: object, batch: int, width: int) -> None:
     """Raises ArgumentError unless it is a mask [batch, at least width]."""
     what = f"pass [B, T] with B = {batch} and at least T = {width} columns, 1 for tokens and 0 for padding"
-    check_tensor("attention_mask", mask, (batch, None), what)
-    assert isinstance(mask, torch.Tensor)
+    mask = check_shape("attention_mask", mask, (batch, None), what)
     if mask.shape[1] < width:
         fail("attention_mask", f"has shape {list(mask.shape)}", what)
 

@@ -166,7 +166,6 @@ def stream(
 ) -> Iterator[NewTokens]:
     """Yields the tokens of each step as they are drawn; arguments as `generate`."""
     texts = token_lists(prompts, attention_mask)
-    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, "pass at least 1")
     prefill_chunk = integer("prefill_chunk", prefill_chunk, 0, "pass most prompt tokens of a call, or 0 for all")
     how = Sampling(temperature, top_k, top_p)
     remedy = "pass a token id, or several; an empty list for none"
@@ -261,7 +260,7 @@ def generate(
         NonFiniteError: logits that are not finite, naming the row; no token is made of them.
     """
     texts = token_lists(prompts, attention_mask)
-    cache = _cache_for(model, texts, past, integer("max_new_tokens", max_new_tokens, 1, "pass at least 1"))
+    cache = _cache_for(model, texts, past, max_new_tokens)
     tokens: list[list[int]] = [[] for _ in texts]
     stopped = [""] * len(texts)
     for new in stream(
@@ -305,7 +304,11 @@ def token_lists(prompts: Prompts, attention_mask: torch.Tensor | None = None) ->
     return texts
 
 
-def _cache_for(model: KimiK3ForCausalLM, texts: Sequence[Sequence[int]], past: Cache | None, more: int) -> Cache:
+def _cache_for(
+    model: KimiK3ForCausalLM, texts: Sequence[Sequence[int]], past: Cache | None, max_new_tokens: int
+) -> Cache:
+    """What the rows are kept in; checks both."""
+    more = integer("max_new_tokens", max_new_tokens, 1, "pass at least 1")
     if past is None:
         return model.new_cache(len(texts), capacity=max(map(len, texts)) + more)
     check_past(past, model)

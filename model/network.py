@@ -16,10 +16,10 @@ from k3dsl.model import checkpoint, step
 from k3dsl.model.arguments import (
     check_mask,
     check_no_autocast,
-    check_numbers,
     check_past,
     check_rows,
-    check_tensor,
+    check_shape,
+    check_vocabulary,
     integer,
 )
 from k3dsl.model.attention_layers import KDA, MLA
@@ -263,21 +263,23 @@ class KimiK3ForCausalLM(nn.Module):
         self._check_ids(input_ids)
         batch, width = input_ids.shape
         if labels is not None:
-            check_tensor("labels", labels, (batch, width), f"pass a label a token: {[batch, width]}")
-            check_numbers("labels", labels, self.config.vocab_size, "-100 where nothing is to be learnt", ignored=-100)
+            check_shape("labels", labels, (batch, width), f"pass a label a token: {[batch, width]}")
+            check_vocabulary(
+                "labels", labels, self.config.vocab_size, "-100 where nothing is to be learnt", ignored=-100
+            )
         if attention_mask is not None:
             check_mask(attention_mask, batch, width)
         if cu_seqlens is not None:
-            check_tensor("cu_seqlens", cu_seqlens, (None,), "pass the offsets [N + 1] as a tensor")
+            check_shape("cu_seqlens", cu_seqlens, (None,), "pass the offsets [N + 1] as a tensor")
         logits_to_keep = integer("logits_to_keep", logits_to_keep, 0, "pass how many of the last tokens, or 0 for all")
         wanted = self.training and torch.is_grad_enabled() if differentiable is None else differentiable
         with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             functions = TORCH if wanted else self._functions()
+            number = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
             if past is None and use_cache:
-                past = self.new_cache(input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+                past = self.new_cache(number)
             if past is not None:
                 check_past(past, self)
-                number = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
                 single = width == 1 and cu_seqlens is None and labels is None and not wanted
                 rows = check_rows(past, rows, number, padding=single)
                 if single:
@@ -429,7 +431,7 @@ class KimiK3ForCausalLM(nn.Module):
                 f"is on {input_ids.device}, the network on {self.device}",
                 f"input_ids.to({str(self.device)!r})",
             )
-        check_numbers(
+        check_vocabulary(
             "input_ids", input_ids, self.config.vocab_size, "check the tokenizer, and that ids are not labels"
         )
         check_no_autocast(self.device)

@@ -62,6 +62,11 @@ def spec_of(strides: Strides) -> Callable[[str, DType], DType | TensorSpec]:
     return lambda name, dtype: TensorSpec(dtype, known[name]) if name in known else dtype
 
 
+def generator_of(label: str, backend: str, schedules: Schedules) -> str:
+    """The backend that a launch goes through: the caller's field `backend`, which on the CPU means nothing."""
+    return backend if backend == "torch" else (schedules or {}).get(label, {}).get("backend", backend)
+
+
 def launch_of(
     label: str,
     kernel: IRKernel,
@@ -76,10 +81,10 @@ def launch_of(
     such as stages, are replaced label by label. The caller's field `backend` moves this launch to another backend that
     generates code; on the CPU it means nothing. Pipeline depths that the caller leaves open may shrink to fit a target.
     """
-    given = dict((schedules or {}).get(label, {}))
-    own = given.pop("backend", backend)
+    own = generator_of(label, backend, schedules)
     if backend == "torch":
         return Launch(label, kernel, backend, None)
+    given = {n: x for n, x in (schedules or {}).get(label, {}).items() if n != "backend"}
     backends.check_generating(own)
     default = dict(triton if own == "triton" else tilelang_defaults(triton) if tilelang is None else tilelang)
     # a loop that these dims leave out takes its default depth with it
@@ -203,6 +208,11 @@ class Caller:
         return code, {**numbers, **values}
 
 
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """[..., D] as [rows, D], also where D is 0."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 # ---- gradients ---------------------------------------------------------------------------------------------------------
 
 
@@ -245,10 +255,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Raises ArgumentError unless x is a tensor of one of the dtypes."""
+def check_is_tensor(name: str, x: object) -> torch.Tensor:
+    """x. Raises ArgumentError unless it is a tensor."""
     if not isinstance(x, torch.Tensor):
         fail(name, f"is a {type(x).__name__}, needs a tensor", f"pass {name} as a torch.Tensor")
+    return x
+
+
+def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raises ArgumentError unless x is a tensor of one of the dtypes."""
+    x = check_is_tensor(name, x)
     if x.dtype not in dtypes:
         *others, last = map(dtype_name, dtypes)
         known = f"{', '.join(others)} or {last}" if others else last

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from k3dsl.cli.output import writable
 from k3dsl.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -46,23 +46,6 @@ ModelName = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of the random inputs.")]
-
-
-def writable(path: Path | None) -> Path | None:
-    """The path, once it is known that a file can be written there: hours of work must not end in a place that has none. Raises
-    ArgumentError."""
-    if path is None:
-        return None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise ArgumentError(f"{path} is a folder", fix="name a file in it")
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from None
-
-
 OutputFile = Annotated[
     Path | None,
     typer.Option("--output", callback=writable, help="Also write the results to this file, as JSON."),

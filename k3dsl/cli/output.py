@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,31 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 
 
-def write_json(path: Path, data: Any) -> None:
-    """JSON to a file. Raises ArgumentError where the file cannot be written."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Makes the folder. Raises ArgumentError where it, or what is done within, cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(data, indent=1, default=str) + "\n")
+        yield
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from None
+
+
+def writable(path: Path | None) -> Path | None:
+    """The path, once it is known that a file can be written there: hours of work must not end in a place that has none. Raises
+    ArgumentError."""
+    if path is not None:
+        if path.is_dir():
+            raise ArgumentError(f"{path} is a folder", fix="name a file in it")
+        with _writing(path), tempfile.TemporaryFile(dir=path.parent):
+            pass
+    return path
+
+
+def write_json(path: Path, data: Any) -> None:
+    """JSON to a file. Raises ArgumentError where the file cannot be written."""
+    with _writing(path):
+        write_whole(path, json.dumps(data, indent=1, default=str) + "\n")
 
 
 def milliseconds(value: float | None) -> str:

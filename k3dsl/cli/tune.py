@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3dsl.cli.common import Json, OutputFile, Settings, parse_dims, parse_settings, writable
-from k3dsl.cli.output import milliseconds, print_json, print_table, write_json
+from k3dsl.cli.common import Json, OutputFile, Settings, parse_dims, parse_settings
+from k3dsl.cli.output import milliseconds, print_json, print_table, writable, write_json
 from k3dsl.errors import ArgumentError
 
 if TYPE_CHECKING:

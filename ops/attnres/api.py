@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from k3dsl.ops.attnres.space import MAX_SITES, MAX_WIDTH, MERGE, PHASE1, SITE
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_same, check_tensor, dtype_name, fail, gradients_again
+from k3dsl.ops.common import (
+    Caller,
+    check_contiguous_rows,
+    check_same,
+    check_tensor,
+    dtype_name,
+    fail,
+    gradients_again,
+    rows_of,
+)
 from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.dispatch import ALIGNMENT
 from k3dsl.runtime.replay import replayed
@@ -285,7 +294,10 @@ def attnres(
     query = _row_vector(query)
     _check_site(prefix, query, key_norm, norm_weight, snapshot, eps, norm_eps, return_h)
     shape, N = prefix.shape, bank.shape[0]
-    rows, flat = bank.reshape(N, -1, shape[-1]) if N else bank.reshape(0, shape[:-1].numel(), shape[-1]), _flat(prefix)
+    rows, flat = (
+        bank.reshape(N, -1, shape[-1]) if N else bank.reshape(0, shape[:-1].numel(), shape[-1]),
+        rows_of(prefix),
+    )
     if logits is not None:
         _check_statistics("logits", logits, prefix, (flat.shape[0], N), "[T, N]")
     if snapshot is None and logits is None:
@@ -405,10 +417,6 @@ def attnres_merge(
 def _row_vector(query: torch.Tensor) -> torch.Tensor:
     """The query as [D]; checkpoints keep it as the weight [1, D] of a projection."""
     return query[0] if isinstance(query, torch.Tensor) and query.dim() == 2 and query.shape[0] == 1 else query
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _chosen(out: tuple[torch.Tensor, torch.Tensor], shape: torch.Size, norm_weight: Any, return_h: bool) -> Any:

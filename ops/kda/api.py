@@ -115,7 +115,8 @@ def _decode_code(call: Call, state: torch.dtype, indexed: bool, in_place: bool, 
 
 
 def layout(tensors: dict[str, torch.Tensor]) -> tuple[tuple[tuple[str, tuple[int | Sym, ...]], ...], dict[str, int]]:
-    """Copies what generated code cannot address; returns stride facts of the rest, hashable, and stride values."""
+    """Copies what generated code cannot address; returns stride facts of the rest, hashable, and stride values. For all tensors
+    of a call: what is added later is not looked at."""
     tensors.update(aligned(tensors))
     strides, values = strides_of(tensors)
     return tuple(strides.items()), values
@@ -125,12 +126,10 @@ def gate_tensors(
     tensors: dict[str, torch.Tensor], A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, H: int, K: int
 ) -> None:
     """Adds the gate's parameters in the form the kernels take: fp32, [H] and [H, K]."""
-    found = {}
     if A_log is not None:
-        found["A_log"] = A_log.to(torch.float32).reshape(H).contiguous()
+        tensors["A_log"] = A_log.to(torch.float32).reshape(H).contiguous()
     if dt_bias is not None:
-        found["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
-    tensors.update(aligned(found))
+        tensors["dt_bias"] = dt_bias.to(torch.float32).reshape(H, K).contiguous()
 
 
 @torch_op("kda_forward")
@@ -169,8 +168,10 @@ def _kda_forward(
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if initial_state is not None:
         tensors["initial_state"] = initial_state
-    strides, values = layout(tensors)
+    if cu_seqlens is not None:
+        tensors["cu_seqlens"] = cu_seqlens.contiguous()
     gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
+    strides, values = layout(tensors)
     executable, chunk = _forward_code(
         Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
              lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, wanted_backend(q.device),
@@ -189,7 +190,6 @@ def _kda_forward(
         values["B"] = B
     else:
         values |= {"N": N, "chunks": T // chunk + N}  # a bound that needs no look at the lengths
-        tensors.update(aligned({"cu_seqlens": cu_seqlens.contiguous()}))
     out = executable(tensors, values)
     return out["o"], out["final_state"] if output_final_state else q.new_empty(0)
 
@@ -404,10 +404,10 @@ def _run_decode(
     if state.data_ptr() % ALIGNMENT:
         raise ArgumentError("state: does not start at a multiple of 16 bytes", fix="allocate the pool on its own")
     tensors["state"] = state
-    strides, values = layout(tensors)
     gate_tensors(tensors, A_log if use_gate else None, dt_bias if use_gate else None, H, K)
     if state_indices is not None:
-        tensors.update(aligned({"state_indices": state_indices}))
+        tensors["state_indices"] = state_indices
+    strides, values = layout(tensors)
     executable = _decode_code(
         Call(q.device, q.dtype, g.dtype, beta.dtype, H, HK, K, V, scale, l2norm, use_gate, beta_sigmoid, neg_eigval,
              lower_bound, v_first, "A_log" in tensors, "dt_bias" in tensors, strides, wanted_backend(q.device),

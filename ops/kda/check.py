@@ -9,6 +9,7 @@ import torch
 
 from k3dsl.ops.common import (
     check_contiguous_rows,
+    check_is_tensor,
     check_offset_values,
     check_offsets,
     check_rank,
@@ -162,9 +163,8 @@ def check_decode(
 
 def _check_tensors(**given: object) -> None:
     for name, x in given.items():
-        optional = name in ("initial_state", "A_log", "dt_bias")
-        if not isinstance(x, torch.Tensor) and not (optional and x is None):
-            fail(name, f"is a {type(x).__name__}, needs a tensor", f"pass {name} as a torch.Tensor")
+        if x is not None or name not in ("initial_state", "A_log", "dt_bias"):
+            check_is_tensor(name, x)
 
 
 def _check_tokens(

@@ -11,7 +11,7 @@ from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.symbols import Expr, Sym, cdiv, larger, smaller
 from k3dsl.ir.types import DType, bf16, f16, f32, i32
 from k3dsl.language import TensorSpec
-from k3dsl.ops.common import Settings, launch_of, spec_of, traced
+from k3dsl.ops.common import Settings, generator_of, launch_of, spec_of, traced
 from k3dsl.ops.kda import decode as decode_kernels
 from k3dsl.ops.kda import fused, kernels, segments, tables
 from k3dsl.runtime.plan import Launch, Plan, Step, buffers_of
@@ -212,8 +212,8 @@ def kernel_of(kernel: Any, d: Dims, c: Settings, types: Mapping[str, Any]) -> IR
 def two_passes(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, schedules: Schedules) -> list[Launch]:
     """prep, and the scan over whole sequences or over segments."""
     # TileLang gives the tiles of two branches no common memory, and the CPU runs masked programs all at once
-    generating = (schedules or {}).get("prep", {}).get("backend", backend) if backend != "torch" else backend
-    own_tails = c["own_tails"] or (generating == "triton" and c["gram_dtype"] != f32)
+    in_triton = generator_of("prep", backend, schedules) == "triton"
+    own_tails = c["own_tails"] or (in_triton and c["gram_dtype"] != f32)
     prep = kernel_of(kernels.prep, d, {**c, "own_tails": own_tails}, types)
     first = launch_of("prep", prep, backend, schedules, prep_schedule(c), {"threads": 128})
     if c["segments"] > 1:

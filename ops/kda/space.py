@@ -58,16 +58,11 @@ def forward_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
     return d
 
 
-def width_constraints(dims: Mapping[str, Any]) -> list[str]:
-    """Why KDA has no code for a width."""
-    if dims["K"] not in KEY_WIDTHS:
-        return [f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros"]
-    return []
-
-
 def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    reasons = [*head_constraints(dims), *width_constraints(dims)]
+    reasons = head_constraints(dims)
+    if dims["K"] not in KEY_WIDTHS:
+        reasons.append(f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros")
     if dims["V"] % knobs["block_v"]:
         reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
     if options["dtype"] == f16 and knobs["factors"] == bf16:
@@ -234,9 +229,10 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    block = knobs["block_v"]
     reasons = head_constraints(dims)
-    return [*reasons, f"block_v {block} does not divide V = {dims['V']}"] if dims["V"] % block else reasons
+    if dims["V"] % knobs["block_v"]:
+        reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
+    return reasons
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:

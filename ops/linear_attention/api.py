@@ -21,7 +21,7 @@ from k3dsl.ops.linear_attention.check import (
 from k3dsl.ops.linear_attention.chunked import chunked
 from k3dsl.ops.linear_attention.space import DECODE, FORWARD
 from k3dsl.ops.registration import torch_op
-from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, aligned, remembered, wanted_backend
+from k3dsl.runtime.dispatch import ALIGNMENT, Dispatcher, Problem, remembered, wanted_backend
 from k3dsl.runtime.executable import Executable
 from k3dsl.runtime.op import forced_key, size_number
 from k3dsl.runtime.replay import replayed
@@ -109,6 +109,8 @@ def _forward(
         return o, torch.zeros((N, H, V, K) if v_first else (N, H, K, V), dtype=final, device=q.device)
     tensors = {"q": q, "k": k, "v": v}
     tensors |= {n: t for n, t in (("g", g), ("beta", beta), ("initial_state", initial_state)) if t is not None}
+    if cu_seqlens is not None:
+        tensors["cu_seqlens"] = cu_seqlens.contiguous()
     strides, values = layout(tensors)
     name = op_name(g, beta)
     options: dict[str, Any] = {
@@ -134,7 +136,6 @@ def _forward(
     if cu_seqlens is None:
         values["B"] = B
     else:
-        tensors.update(aligned({"cu_seqlens": cu_seqlens.contiguous()}))
         values |= {"N": N, "chunks": T // chunk + N}  # a bound that needs no look at the lengths
     out = code(tensors, values)
     return out["o"], out["final_state"] if output_final_state else q.new_empty(0)

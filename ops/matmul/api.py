@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from k3dsl.ops.common import Caller, check_rank, check_same, check_tensor, dtype_name, fail
+from k3dsl.ops.common import Caller, check_rank, check_same, check_tensor, dtype_name, fail, rows_of
 from k3dsl.ops.matmul.space import MATMUL
 from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.replay import replayed
@@ -76,5 +76,4 @@ def matmul(
     out_dtype = a.dtype if out_dtype is None else out_dtype
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         fail("out_dtype", f"is {dtype_name(out_dtype)}", "bfloat16, float16 or float32")
-    rows = a if a.dim() == 2 else a.reshape(a.shape[:-1].numel(), a.shape[-1])
-    return _matmul(rows, b, precision, out_dtype).reshape(*a.shape[:-1], b.shape[1])
+    return _matmul(rows_of(a), b, precision, out_dtype).reshape(*a.shape[:-1], b.shape[1])

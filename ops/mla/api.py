@@ -84,6 +84,10 @@ def _prefill(
         lse = q.new_full((B, H, T) if return_lse else (0,), -math.inf, dtype=torch.float32)
         return q.new_zeros((B, T, H, V)), lse
     tensors = {"q": q, "k_nope": k_nope, "k_pe": k_pe, "v": v} | ({} if gate is None else {"gate": gate})
+    if cu_seqlens is not None:
+        cu_q = cu_seqlens.to(torch.int32).contiguous()
+        cu_k = cu_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int32).contiguous()
+        tensors |= {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k}
     tensors = aligned(tensors)
     strides, values = strides_of(tensors)
     packed = _halves(tensors["k_nope"], tensors["v"])
@@ -107,11 +111,8 @@ def _prefill(
     }
     executable, knobs = _choose_prefill(numbers, known, options, strides, q.device)
     values |= numbers
-    if cu_seqlens is not None:
+    if varlen:
         values["blocks"] = T // knobs["block_q"] + N
-        cu_q = cu_seqlens.to(torch.int32).contiguous()
-        cu_k = cu_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int32).contiguous()
-        tensors |= aligned({"cu_seqlens": cu_q, "cu_seqlens_k": cu_k})
     out = executable(tensors, values)
     return out["o"], out["lse"] if return_lse else q.new_empty(0, dtype=torch.float32)
 

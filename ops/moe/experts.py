@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +9,13 @@ import torch
 from k3dsl.ops.common import (
     Caller,
     check_contiguous_rows,
+    check_is_tensor,
     check_rank,
     check_same,
     check_tensor,
     dtype_name,
     fail,
+    rows_of,
 )
 from k3dsl.ops.moe.activation import check_betas
 from k3dsl.ops.moe.experts_backward import gradients
@@ -190,11 +191,10 @@ def _check_weights(x: torch.Tensor, weights: dict[str, torch.Tensor], scales: di
             continue
         if scale is None:
             fail(name, f"is missing, and {weight} is packed", "pass weight_scale, uint8 with one byte for 32 columns")
-        if not isinstance(scale, torch.Tensor) or scale.dtype != torch.uint8:
-            what = dtype_name(scale.dtype) if isinstance(scale, torch.Tensor) else type(scale).__name__
+        if check_is_tensor(name, scale).dtype != torch.uint8:
             fail(
                 name,
-                f"is {what}, needs uint8",
+                f"is {dtype_name(scale.dtype)}, needs uint8",
                 "pass the checkpoint's bytes b, which stand for 2^(b - 127); a cast makes others",
             )
         check_same(name, scale, "x", x, dtype=False)
@@ -290,7 +290,7 @@ def moe_experts(
         if t.dim() != x.dim() or t.shape[:-1] != x.shape[:-1] or t.shape != ids.shape:
             need = [*x.shape[:-1], "K" if name == "ids" else ids.shape[-1]]
             fail(name, f"has shape {list(t.shape)}, needs {need}", "K choices for each token of x")
-    K, tokens = ids.shape[-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    K, tokens = ids.shape[-1], rows_of(x)
     check_contiguous_rows("x", tokens)
     flat = ids.reshape(tokens.shape[0], K)
     _check_ids(flat)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from k3dsl.ops.common import Caller, check_same, check_tensor, dtype_name, fail
+from k3dsl.ops.common import Caller, check_same, check_tensor, dtype_name, fail, rows_of
 from k3dsl.ops.registration import torch_op
 from k3dsl.ops.rmsnorm.space import MAX_WIDTH, RMSNORM
 from k3dsl.runtime.replay import replayed
@@ -73,5 +73,4 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.T
         fail("weight", f"is {dtype_name(weight.dtype)}, x is {dtype_name(x.dtype)}", "weight.to(x.dtype), or fp32")
     if not 0 <= eps < math.inf:
         fail("eps", f"is {eps}", "pass a finite number of at least 0")
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return _rmsnorm(rows, weight, float(eps)).reshape(x.shape)
+    return _rmsnorm(rows_of(x), weight, float(eps)).reshape(x.shape)

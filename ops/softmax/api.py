@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from k3dsl.ops.common import FLOATS, Caller, check_tensor, dtype_name, fail
+from k3dsl.ops.common import FLOATS, Caller, check_tensor, dtype_name, fail, rows_of
 from k3dsl.ops.registration import torch_op
 from k3dsl.ops.softmax.space import SOFTMAX
 from k3dsl.runtime.replay import replayed
@@ -69,5 +69,4 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) ->
     dtype = x.dtype if dtype is None else dtype
     if dtype not in FLOATS:
         fail("dtype", f"is {dtype_name(dtype)}", "bfloat16, float16 or float32")
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return _softmax(rows, dtype).reshape(x.shape)
+    return _softmax(rows_of(x), dtype).reshape(x.shape)

@@ -143,11 +143,12 @@ class Printer(ProductPrinter):
 
     def _finds_numbers(self, op: Op) -> bool:
         """Whether a scalar is a sum with a quotient and a remainder that serves to find numbers in memory alone."""
-        v, made = op.result, {x.opcode for x in _sources(op, ("add", "mul", "floordiv", "mod"))}
-        users = [use.op for use in self.placement.uses.uses(v)]
+        made = {x.opcode for x in _sources(op, ("add", "mul", "floordiv", "mod"))} if op.opcode == "add" else set()
+        if not {"floordiv", "mod"} <= made:
+            return False
+        users = [use.op for use in self.placement.uses.uses(op.result)]
         finds = any(user.opcode == "load" and not user.result.shape for user in users)
-        alone = all(user.opcode != "store" and user.results and not user.result.shape for user in users)
-        return op.opcode == "add" and {"floordiv", "mod"} <= made and finds and alone
+        return finds and all(user.opcode != "store" and user.results and not user.result.shape for user in users)
 
     def bind(self, v: Value, text: str, loc: str | None, keep: bool = False) -> None:
         """A scalar: folded into its users while short, else a variable."""
