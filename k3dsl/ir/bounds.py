@@ -11,10 +11,13 @@ Problem = tuple[str, str | None]
 KINDS = ("scalar", "full", "span", "tile")
 
 
-def check_index(op: Op, tensor: TensorParam) -> Problem | None:
-    """The first thing wrong with a memory op's index, with what to change; None when nothing is."""
+def check_index(op: Op, tensor: TensorParam, runs: bool = True) -> Problem | None:
+    """The first thing wrong with a memory op's index, with what to change; None when nothing is.
+
+    runs: False where the op is known never to run, so that it may say what rows it likes.
+    """
     for axis, index in enumerate(op.index):
-        found = _form(op, index) or _range(op, tensor, axis, index)
+        found = _form(op, index) or (_range(op, tensor, axis, index) if runs else None)
         if found is not None:
             return f"axis {axis} of {tensor.name}: {found[0]}", found[1]
     order = op.attrs.get("order")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from k3dsl.ir.graph import Value
+from k3dsl.ir.graph import Op, Value
 from k3dsl.ir.symbols import Expr, floordiv, larger, mod, smaller
 from k3dsl.ir.types import DType
 
@@ -34,6 +34,54 @@ def static_expr(value: Value) -> Expr | None:
         a, b = (static_expr(v) for v in op.operands)
         return None if a is None or b is None else combine(op.opcode, a, b)
     return None
+
+
+def at_most(value: Value) -> Expr | None:
+    """An expression over dims that an integer scalar does not exceed; None where none is seen."""
+    known = static_expr(value)
+    op = value.op
+    if known is not None or op is None or value.shape != () or not value.dtype.is_int:
+        return known
+    if op.opcode == "cast" and widens(op.operands[0].dtype, value.dtype):
+        return at_most(op.operands[0])
+    if op.opcode == "min":
+        bounds = [b for b in map(at_most, op.operands) if b is not None]
+        return smaller(*bounds) if len(bounds) == 2 else bounds[0] if bounds else None
+    if op.opcode == "max":
+        left, right = map(at_most, op.operands)
+        return None if left is None or right is None else larger(left, right)
+    if op.opcode == "floordiv":
+        whole, part = at_most(op.operands[0]), static_expr(op.operands[1])
+        return None if whole is None or part is None else combine("floordiv", whole, part)
+    return None
+
+
+def never_runs(op: Op) -> bool:
+    """True for a loop whose stop is known not to exceed its start, and for a `when` whose condition is known to be false,
+    whatever the dims and the program."""
+    if op.opcode == "loop":
+        start, stop = static_expr(op.operands[0]), at_most(op.operands[1])
+        return start is not None and stop is not None and (start - stop).nonnegative()
+    return op.opcode == "when" and _false(op.operands[0])
+
+
+_MARGINS: dict[str, Callable[[Expr, Expr], tuple[Expr, ...]]] = {
+    "lt": lambda a, b: (a - b,),
+    "le": lambda a, b: (a - b - 1,),
+    "gt": lambda a, b: (b - a,),
+    "ge": lambda a, b: (b - a - 1,),
+    "eq": lambda a, b: (a - b - 1, b - a - 1),
+}
+"""Of each comparison what makes it false where one of it is not negative."""
+
+
+def _false(condition: Value) -> bool:
+    """True for a scalar that is known to be false."""
+    op, known = condition.op, uniform_constant(condition)
+    if op is None or op.opcode not in _MARGINS:
+        return known is not None and not known
+    a, b = map(static_expr, op.operands)
+    return a is not None and b is not None and any(m.nonnegative() for m in _MARGINS[op.opcode](a, b))
 
 
 def combine(opcode: str, a: Expr, b: Expr) -> Expr | None:

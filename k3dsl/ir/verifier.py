@@ -11,7 +11,7 @@ from k3dsl.ir.bounds import check_index
 from k3dsl.ir.graph import MEMORY_OPS, Kernel, Op, Region, Value, walk
 from k3dsl.ir.opset import OPSET
 from k3dsl.ir.printer import op_lines, value_names
-from k3dsl.ir.scalars import integer_range
+from k3dsl.ir.scalars import integer_range, never_runs
 from k3dsl.ir.symbols import Expr, Sym
 from k3dsl.ir.types import DType, TileType
 
@@ -31,6 +31,7 @@ class _Verifier:
         self.visible: set[int] = set()
         self.defined: set[int] = set()
         self.ops: set[int] = set()
+        self.runs = True  # False inside a loop or a `when` that never runs
 
     def run(self) -> None:
         self._header()
@@ -178,8 +179,11 @@ class _Verifier:
         if op.opcode in ("reduce", "scan") and op.regions:
             self._combine(op)
             return
+        outer = self.runs
+        self.runs = outer and not never_runs(op)
         for region in op.regions:
             self._region(region)
+        self.runs = outer
 
     def _combine(self, op: Op) -> None:
         """A combine works on scalars and stands alone: a backend compiles it as a function of its arguments."""
@@ -221,7 +225,7 @@ class _Verifier:
         elif op.opcode == "const":
             self._constant(op)
         elif op.opcode in MEMORY_OPS:
-            problem = check_index(op, self.tensors[op.attrs["tensor"]])
+            problem = check_index(op, self.tensors[op.attrs["tensor"]], self.runs)
             if problem:
                 raise self._bad(problem[0], op, fix=problem[1])
 

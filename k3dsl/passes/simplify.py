@@ -6,7 +6,7 @@ from typing import Any
 
 from k3dsl.ir.copying import copy_kernel
 from k3dsl.ir.graph import Kernel, Op, Region, Value, is_pure
-from k3dsl.ir.scalars import static_expr, uniform_constant
+from k3dsl.ir.scalars import never_runs, uniform_constant
 from k3dsl.passes.folding import fold
 
 _Key = tuple[Any, ...]
@@ -72,16 +72,13 @@ def _rewrite(region: Region, replaced: _Replaced, scopes: list[dict[_Key, Value]
 
 
 def _inline(op: Op, replaced: _Replaced) -> list[Op] | None:
-    """The ops that take the place of a `when` whose condition is known, or of a loop that never runs."""
-    if op.opcode == "when":
-        known = uniform_constant(op.operands[0])
-        return None if known is None else op.regions[0].ops if known else []
-    if op.opcode == "loop":
-        start, stop = static_expr(op.operands[0]), static_expr(op.operands[1])
-        if start is not None and stop is not None and (start - stop).nonnegative():
-            for result, carry in zip(op.results, op.operands[2:], strict=True):
-                replaced.put(result, carry)
-            return []
+    """The ops that take the place of a `when` that always runs, or of a `when` or loop that never does."""
+    if op.opcode == "when" and uniform_constant(op.operands[0]):
+        return op.regions[0].ops
+    if never_runs(op):
+        for result, carry in zip(op.results, op.operands[2:], strict=True):
+            replaced.put(result, carry)
+        return []
     return None
 
 

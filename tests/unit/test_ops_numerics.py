@@ -76,3 +76,16 @@ def test_compile_warns_of_an_unbounded_exponential_and_takes_a_stated_bound() ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         k3dsl.compile(bounded, dims={}, target="cpu")
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+@pytest.mark.parametrize("name", op_names())
+def test_every_op_is_planned_for_few_rows_that_are_compiled_in(name: str, backend: str, tokens: int) -> None:
+    """Blocks are higher than the tensors: what whole blocks read is never run, and no reason to refuse the kernel."""
+    op = get_op(name)
+    few = {d.name: tokens for d in op.dims if d.name in ("T", "R", "M")}
+    point = op.point(op.resolve_dims({**op.cpu_dims, **few}), {})
+    if reasons := point.reasons():
+        pytest.skip("; ".join(reasons))
+    assert point.plan(backend).launches

@@ -12,10 +12,12 @@ from ir_examples import traced_every_op, traced_scan
 from ir_generate import any_kernels, integer_kernels
 from ir_numpy import interpret
 
+from k3dsl.errors import VerifyError
 from k3dsl.ir.graph import Kernel, walk
 from k3dsl.ir.parser import parse_kernel
 from k3dsl.ir.printer import print_kernel
 from k3dsl.ir.verifier import verify
+from k3dsl.language import In, Out, f32, kernel, loop, maximum, minimum, program_id, scalar, span, when, zeros
 from k3dsl.passes.simplify import simplify
 
 
@@ -264,8 +266,8 @@ def test_a_merged_op_takes_the_name_of_the_one_that_had_one() -> None:
 
 
 def test_the_examples_stay_right() -> None:
-    for kernel in (traced_scan(), traced_every_op()):
-        verify(simplify(kernel))
+    for traced in (traced_scan(), traced_every_op()):
+        verify(simplify(traced))
 
 
 def value_ids(kernel: Kernel) -> set[int]:
@@ -276,3 +278,47 @@ def value_ids(kernel: Kernel) -> set[int]:
 def test_the_result_shares_no_value_with_the_input() -> None:
     kernel = traced_every_op()
     assert not value_ids(kernel) & value_ids(simplify(kernel))
+
+
+@kernel(grid=lambda d, c: (d.T,))
+def whole_blocks(d, c, x=In("T 16"), o=Out("T 16")):
+    """Reads 64 rows at once where there are so many before the program's own, which for fewer rows than 64 is never."""
+    own = program_id(0)
+    until = minimum(maximum(own + 1, 0), d.T) // 64
+
+    @loop(until, init=zeros((16,), f32))
+    def total(j, acc):
+        return acc + x[span(j * 64, 64), :].sum(0)
+
+    @when(scalar(64) <= d.T)
+    def _():
+        o[own, :] = total + x[span(0, 64), :].sum(0)
+
+    @when(scalar(64) > d.T)
+    def _():
+        o[own, :] = total
+
+
+@pytest.mark.parametrize(("rows", "left"), [(3, set()), (63, set()), (64, {"loop", "when"}), (200, {"loop", "when"})])
+def test_what_never_runs_may_overrun_and_is_dropped(rows: int, left: set[str]) -> None:
+    traced = whole_blocks.trace({"T": rows}, {}, {"x": f32, "o": f32})
+    verify(traced)
+    simpler = simplify(traced)
+    verify(simpler)
+    assert {op.opcode for op in walk(simpler.body)} & {"loop", "when"} <= left
+    assert (rows < 64) == ("loop" not in {op.opcode for op in walk(simpler.body)})
+
+
+def test_what_may_run_must_not_overrun() -> None:
+    """64 rows of a tensor of 63 in a loop that runs once."""
+
+    @kernel(grid=lambda d, c: (1,))
+    def once(d, c, x=In("63 16"), o=Out("16")):
+        @loop(minimum(program_id(0) + 1, 1), init=zeros((16,), f32))
+        def total(j, acc):
+            return acc + x[span(j * 64, 64), :].sum(0)
+
+        o[:] = total
+
+    with pytest.raises(VerifyError, match="overruns the extent 63"):
+        verify(once.trace({}, {}, {"x": f32, "o": f32}))
