@@ -237,8 +237,12 @@ def _lanes(found: Study) -> list[str]:
         lanes[record.lane].append(record)
     rows = [(name, len(group), len(_ok(group)), _ms(_least(group))) for name, group in lanes.items()]
     line = lanes_line({name: (len(group), _least(group)) for name, group in lanes.items()})
-    said = f"{line}.\n" if line else "The space was small enough to be tried whole.\n"
-    return ["## Search\n", said, _table(("proposed by", "trials", "ok", "best (ms)"), rows)]
+    if line is None and set(lanes) <= {"default", "seed"}:
+        line = "The sweep ended among the default and the op's own seeds, before any search"
+    elif line is None and "grid" in lanes:
+        line = "The space is small enough for every legal point to have its turn"
+    said = [f"{line}.\n"] if line else []
+    return ["## Search\n", *said, _table(("proposed by", "trials", "ok", "best (ms)"), rows)]
 
 
 def _machines(found: Study) -> list[str]:

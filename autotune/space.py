@@ -184,14 +184,24 @@ class Space:
         """A point at random, legal or not."""
         return self.sample(lambda p: rng.choice(p.choices))
 
-    def size(self) -> int:
-        """Points that the op's own constraints leave, with schedules counted as the default's loops shape them."""
-        knobs = sum(1 for settings in self._knob_points() if not self._constraints(settings))
+    def size(self, most: int | None = None) -> int:
+        """Points that the op's own constraints leave, with schedules counted as the default's loops shape them.
+
+        most: counts no further than past so many; some spaces take a minute to count.
+        """
+        each, points = self._schedules(), 0
+        for knobs in self._knob_points():
+            if not self._constraints(knobs):
+                points += each
+                if most is not None and points > most:
+                    break
+        return points
+
+    def _schedules(self) -> int:
+        """How many schedules the default's launches have, all together."""
         plans = self._traced(self.default())
-        if isinstance(plans, Reason):
-            return knobs
         each = 1
-        for number in range(len(plans[self.backends[0]].launches)):
+        for number in range(0 if isinstance(plans, Reason) else len(plans[self.backends[0]].launches)):
             ways = 0
             for backend in self.backends:
                 count = 1
@@ -199,7 +209,7 @@ class Space:
                     count *= len(p.choices)
                 ways += count
             each *= ways
-        return knobs * each
+        return each
 
     def enumerate(self) -> Iterator[Settings]:
         """Every legal point, in the order of the choices."""
@@ -212,7 +222,7 @@ class Space:
 
     def small(self) -> list[Settings] | None:
         """Every legal point of a space that is small enough to be tried whole; None for a larger one."""
-        if self._legal is None and self.size() <= COUNTED:
+        if self._legal is None and self.size(COUNTED) <= COUNTED:
             self._legal = list(itertools.islice(self.enumerate(), ENUMERATED + 1))
         return self._legal if self._legal is not None and len(self._legal) <= ENUMERATED else None
 
