@@ -54,7 +54,7 @@ def time_by_trial(axes: Axes, found: Study) -> None:
         if max(times) > LOG_FROM * min(times):
             axes.set_yscale("log")
     if found.floor_ms is not None:
-        axes.axhline(found.floor_ms, color=GOOD, ls="--", lw=1.2, label="floor: memory traffic")
+        axes.axhline(found.floor_ms, color=GOOD, ls="--", lw=1.2, label="floor: roofline")
     lost = [numbers[r.key] for r in found.trials if r not in found.timed]
     if lost:
         axes.plot(lost, [0.01] * len(lost), "|", color=BAD, transform=axes.get_xaxis_transform(), label="no time")

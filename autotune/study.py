@@ -17,7 +17,9 @@ from k3dsl.backends.common import write_whole
 from k3dsl.errors import ArgumentError, LegalityError
 from k3dsl.ir.identity import kernel_hash
 from k3dsl.runtime.op import Op
-from k3dsl.runtime.timing import plan_traffic
+from k3dsl.runtime.plan import Plan
+from k3dsl.runtime.timing import plan_work
+from k3dsl.targets import Ceilings
 
 RESULT = "result.json"
 ABOUT = "study.json"
@@ -77,16 +79,16 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def floor_of(op: Op, dims: Mapping[str, int], options: Mapping[str, Any], backend: str, copy_gbps: float) -> float:
-    """Milliseconds that the op's least memory traffic takes at that rate (10^9 bytes/s), with its default settings."""
-    traffic = op.traffic_bytes or plan_traffic
-    moved = []
+def floor_of(op: Op, dims: Mapping[str, int], options: Mapping[str, Any], backend: str, rates: Ceilings) -> float:
+    """Milliseconds that the op's launches take at those rates, each with the longer of its least memory traffic and its
+    products, with its default settings."""
+    calls: list[tuple[Plan, Mapping[str, int]]] = []
     if backend != "torch" and op.inputs is not None and op.call is not None:
         # dims that only a call knows, such as the chunks of packed sequences, count too
         draw = partial(op.inputs, op.resolve_dims(dims), op.resolve_options(options), "cpu", 0)
-        moved = [traffic(call.executable.plan, call.dims) for call in planned_calls(op, draw, backend, {})]
-    if not moved:
+        calls = [(call.executable.plan, call.dims) for call in planned_calls(op, draw, backend, {})]
+    if not calls:
         point = op.point(dims, options)
         known = {name: int(n) for name, n in point.dims.items() if isinstance(n, int)}
-        moved = [traffic(point.plan(backend), known)]
-    return sum(sum(of_call.values()) for of_call in moved) / copy_gbps / 1e6
+        calls = [(point.plan(backend), known)]
+    return sum(work.floor_ms(rates) for plan, known in calls for work in plan_work(op, plan, known).values())

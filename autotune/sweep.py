@@ -322,7 +322,7 @@ class _Sweep:
         """Whether the best is so near to the floor that the sweep stops."""
         floor, best, share = self.state.floor_ms, self.state.best_ms, self.limits.stop_share
         if floor is not None and best is not None and floor >= share * best:
-            self.stopped = f"the best is within {share:.0%} of what memory traffic allows"
+            self.stopped = f"the best is within {share:.0%} of the roofline"
         return self.stopped is not None
 
     def _out_of_time(self) -> bool:

@@ -16,7 +16,7 @@ from k3dsl.runtime.op import Op
 
 if TYPE_CHECKING:
     from k3dsl.autotune.result import Result, State
-    from k3dsl.targets import Target
+    from k3dsl.targets import Ceilings, Target
 
 Watch = Callable[["Problem", float], AbstractContextManager["Callable[[State], None] | None"]]
 LEAST_S = 1.0
@@ -76,12 +76,12 @@ def tune(
 ) -> Result:
     """Finds the settings that run an op fastest at these dims on this machine, and keeps them for later calls of the op.
 
-    op, dims, settings: see `problem`. target: 'cpu' (the torch backend), the name of this machine's GPU, or 'auto'.
-    backends: launches may differ in theirs; None: all that are here. budget_s: seconds for trials and finalists. max_trials:
-    at most so many. stop_share: stop at that share of the roofline (on a GPU: of what memory traffic allows). seed: of the
-    search. resume: go on where the same sweep stopped, or begin anew. devices: numbers of GPUs that work on it; None: all
-    of the first one's kind. workers: processes on a CPU. storage: a study that other machines share: an optuna URL
-    ('sqlite:///FILE', 'postgresql://...') or the path of a file. keep: whether the winner is kept. watch: (problem, budget)
+    op, dims, settings: see `problem`. target: 'cpu' (the torch backend), the name of this machine's GPU, or 'auto'. backends:
+    launches may differ in theirs; None: all that are here. budget_s: seconds for trials and finalists. max_trials: at most so
+    many. stop_share: stop at that share of the roofline, on a GPU. seed: of the search. resume: go on where the same sweep
+    stopped, or begin anew. devices: numbers of GPUs that work on it; None: all of the first one's kind. workers: processes on
+    a CPU. storage: a study that other machines share: an optuna URL ('sqlite:///FILE', 'postgresql://...') or the path of a
+    file. keep: whether the winner is kept. watch: (problem, budget)
     -> a context manager that gives what is called after every step.
 
     A sweep begins in this process and runs candidates in others. It writes every trial to a journal, from which a killed one
@@ -130,7 +130,7 @@ def tune_each(
         raise ArgumentError(f"a total budget of {total_budget_s} s", fix="give seconds above 0")
     limits = Limits(budget_s, max_trials, stop_share)
     used = devices_here(where, devices, workers)
-    rate, identity = _device_facts(used[0])
+    rates, identity = _device_facts(used[0], problems)
     start = time.monotonic()
     with ExitStack() as open_until_the_end:  # processes take seconds to start: one set of them serves all problems
         make_pool, make_crew = machinery(where, used)
@@ -144,7 +144,7 @@ def tune_each(
             with watch(p, share) if watch is not None else nullcontext() as seen:
                 result = sweep(
                     p.op, p.dims, p.options, replace(limits, budget_s=share), target=where, backends=chosen, seed=seed,
-                    resume=resume, fixed=p.fixed, devices=used, floor_ms=_floor(p, chosen[0], rate), storage=storage,
+                    resume=resume, fixed=p.fixed, devices=used, floor_ms=_floor(p, chosen[0], rates), storage=storage,
                     pool=lambda: nullcontext(pool()), worker=lambda: nullcontext(crew()), watch=seen, identity=identity,
                 )  # fmt: skip
             yield replace(result, saved=_save(result, used[0])) if keep else result
@@ -209,18 +209,19 @@ def devices_here(target: Target | None, numbers: Sequence[int] | None, workers: 
     return tuple(f"cuda:{n}" for n in chosen)
 
 
-def _device_facts(device: str) -> tuple[float | None, Mapping[str, Any]]:
-    """The device's copy rate in 10^9 bytes/s (None on the CPU), and what tells it from others."""
+def _device_facts(device: str, problems: Sequence[Problem]) -> tuple[Ceilings | None, Mapping[str, Any]]:
+    """The device's measured rates (None on the CPU), and what tells it from others."""
     from k3dsl.autotune.key import describe_gpu
-    from k3dsl.runtime.timing import copy_gbps
+    from k3dsl.runtime.timing import ceilings
 
-    return None if device == "cpu" else copy_gbps(device), {"gpu": describe_gpu(device)}
+    products = any(p.op.flops is not None for p in problems)
+    return None if device == "cpu" else ceilings(device, products=products), {"gpu": describe_gpu(device)}
 
 
-def _floor(p: Problem, backend: str, rate: float | None) -> float | None:
+def _floor(p: Problem, backend: str, rates: Ceilings | None) -> float | None:
     from k3dsl.autotune.study import floor_of
 
-    return None if rate is None else floor_of(p.op, p.dims, p.options, backend, rate)
+    return None if rates is None else floor_of(p.op, p.dims, p.options, backend, rates)
 
 
 def _save(result: Result, device: str) -> Path | None:

@@ -13,7 +13,7 @@ from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.graph import walk
-from k3dsl.ir.symbols import INT32_MAX, Sym
+from k3dsl.ir.symbols import INT32_MAX, Expr, Sym
 from k3dsl.ir.types import DType
 from k3dsl.ir.verifier import verify
 from k3dsl.language import Kernel, TensorSpec
@@ -140,6 +140,19 @@ def size_class(name: str, value: int, *divisors: int) -> Sym:
     whether it is small enough for a block of rows of that width to be addressed in 32 bits."""
     divisor = next((n for n in divisors if value % n == 0), 1)
     return Sym(name, divisible_by=divisor, min=1, max=NARROW if value <= NARROW else INT32_MAX)
+
+
+def known_dims(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Every dim of a plan as a number, for a call with these runtime dims."""
+    return {name: Expr.of(value).evaluate(dims) for name, value in plan.dims.items()}
+
+
+def seen_pairs(queries: int, keys: int, causal: bool) -> int:
+    """Pairs of a query and a key that it sees; with `causal` query i sees keys up to i + keys - queries."""
+    if not causal:
+        return queries * keys
+    seeing = min(queries, keys)
+    return seeing * (keys - seeing) + seeing * (seeing + 1) // 2
 
 
 def head_constraints(dims: Mapping[str, Any]) -> list[str]:

@@ -83,12 +83,22 @@ def bench_command(
     if chosen.peers is not None and peers and not result.peers:
         print("no peer can be imported here (pip install flash-linear-attention, on a GPU machine)")
     if result.launches:
-        columns = ("kernel", ">median", ">must move", ">floor", ">floor / median")
+        columns = ("kernel", ">median", ">must move", ">must compute", ">floor", ">floor / median")
         rows = [
-            [t.label, milliseconds(t.timing.median_ms), megabytes(t.bytes), milliseconds(t.floor_ms), f"{t.share:.0%}"]
+            [
+                t.label,
+                milliseconds(t.timing.median_ms),
+                megabytes(t.bytes),
+                f"{t.flops / 1e9:.4g} GFLOP" if t.flops else None,
+                milliseconds(t.floor_ms),
+                f"{t.share:.0%}",
+            ]
             for t in result.launches
         ]
-        print_table(f"each kernel alone; floor at {result.copy_gbps:.0f} GB/s, measured by copying", columns, rows)
+        rates = f"{result.copy_gbps:.0f} GB/s, measured by copying"
+        if result.matmul_tflops is not None:
+            rates += f", and {result.matmul_tflops:.0f} TFLOP/s, by torch's bf16 product"
+        print_table(f"each kernel alone; floor at {rates}", columns, rows)
     print(f"timer: {result.timing.timer}")
     if device.type == "cpu":
         print("this is the torch backend, which evaluates the IR on the CPU: its time says nothing about a GPU")

@@ -182,7 +182,7 @@ def _show(result: Result, facts: Mapping[str, Any]) -> None:
             print(f"  {line}")
     else:
         share = result.roofline_share
-        roofline = f", {share:.0%} of what memory traffic allows" if share is not None else ""
+        roofline = f", {share:.0%} of the roofline" if share is not None else ""
         default = result.default_ms
         times = f", {default / result.finalists[0].time_ms:.2f} x the default's speed" if default is not None else ""
         ties = sum(f.tied for f in result.finalists) - 1

@@ -95,6 +95,8 @@ class Op:
     reference(**inputs) returns them in fp64; mutates: inputs that `call` changes; limits(options) -> largest relative RMS
     error by output name; peers() -> other libraries' functions by name, called and returning like `call`;
     traffic_bytes(plan, dims) -> least bytes that each launch moves, where that is not the size of its tensors;
+    flops(plan, dims) -> floating-point operations of the products that a launch must form, by label, of the launches whose
+    products may take longer than their bytes;
     cpu_dims: what a CPU is asked to do where nobody says how much.
     """
 
@@ -114,6 +116,7 @@ class Op:
     limits: Callable[[Mapping[str, Any]], dict[str, float]] | None = None
     constraints: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], list[str]] | None = None
     traffic_bytes: Callable[[Plan, Mapping[str, int]], dict[str, int]] | None = None
+    flops: Callable[[Plan, Mapping[str, int]], dict[str, int]] | None = None
     canonical: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
     cpu_heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None

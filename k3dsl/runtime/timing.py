@@ -15,8 +15,10 @@ from k3dsl.runtime.executable import Call, recording
 from k3dsl.runtime.metrics import relative_rms
 from k3dsl.runtime.op import Op, forced
 from k3dsl.runtime.plan import Plan
+from k3dsl.targets import Ceilings
 
 COPY_BYTES = 1 << 30
+MATMUL_SIDE = 8192
 GPU_TIMER = "triton.testing.do_bench (GPU events, L2 cleared before each call)"
 GRAPH_TIMER = "triton.testing.do_bench of a CUDA graph's replay (GPU events, L2 cleared before each)"
 CPU_TIMER = "time.perf_counter (CPU wall clock)"
@@ -104,6 +106,39 @@ def copy_gbps(device: torch.device | str) -> float:
     return 2 * COPY_BYTES / measure(lambda: target.copy_(source), device).median_ms / 1e6
 
 
+def matmul_tflops(device: torch.device | str) -> float:
+    """What torch's product of two large square bf16 matrices does on this GPU, in 10^12 FLOP/s."""
+    a, b = torch.randn(2, MATMUL_SIDE, MATMUL_SIDE, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    return 2 * MATMUL_SIDE**3 / measure(lambda: torch.mm(a, b, out=out), device).median_ms / 1e9
+
+
+def ceilings(device: torch.device | str, *, products: bool) -> Ceilings:
+    """This GPU's rates, measured now. products: whether that of matrix products is wanted too."""
+    return Ceilings(copy_gbps(device), matmul_tflops(device) if products else None, "torch copy and bf16 product")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch must do: bytes to move, and floating-point operations of products (0 where the op does not say)."""
+
+    bytes: int
+    flops: int
+
+    def floor_ms(self, rates: Ceilings) -> float:
+        """The time that the longer of the two takes at those rates. A product of fp32 tiles is held against the rate of bf16,
+        which no other reaches."""
+        moving = self.bytes / rates.copy_gbps / 1e6
+        return max(moving, self.flops / rates.matmul_tflops / 1e9) if rates.matmul_tflops else moving
+
+
+def plan_work(op: Op, plan: Plan, dims: Mapping[str, int]) -> dict[str, Work]:
+    """What each launch must do, by label."""
+    flops = op.flops(plan, dims) if op.flops is not None else {}
+    moved = (op.traffic_bytes or plan_traffic)(plan, dims)
+    return {label: Work(size, flops.get(label, 0)) for label, size in moved.items()}
+
+
 def plan_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
     """Bytes that each launch moves if it reads and writes each of its tensors once; one updated in place counts twice."""
     moved: dict[str, int] = {}
@@ -119,16 +154,17 @@ def plan_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class LaunchTime:
-    """One launch of an op alone: its time, the bytes it must move, and the time that those bytes take."""
+    """One launch of an op alone: its time, what it must do (see Work), and the time that this takes at the device's rates."""
 
     label: str
     timing: Timing
     bytes: int
     floor_ms: float
+    flops: int = 0
 
     @property
     def share(self) -> float:
-        """Floor over time: 1 is as fast as the memory allows."""
+        """Floor over time: 1 is as fast as memory and matrix units allow."""
         return self.floor_ms / self.timing.median_ms
 
 
@@ -145,7 +181,8 @@ class PeerTime:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """An op's time on a device, with its peers and its launches. copy_gbps: this run's measured memory rate.
+    """An op's time on a device, with its peers and its launches. copy_gbps, matmul_tflops: this run's measured rates of a copy
+    (10^9 bytes/s) and of a bf16 product (10^12 FLOP/s; None for an op without products).
 
     timing, and peers: of calls as a program makes them, which the host may bound. On a GPU also graph: of the replayed CUDA
     graph of one call, where it can be captured; and host_us: what the host takes to enqueue a call.
@@ -161,6 +198,7 @@ class BenchResult:
     copy_gbps: float | None
     graph: Timing | None = None
     host_us: float | None = None
+    matmul_tflops: float | None = None
 
     @property
     def on_device(self) -> Timing:
@@ -183,6 +221,7 @@ class BenchResult:
             "peers": [{**asdict(p), "ratio": self.ratio(p)} for p in self.peers],
             "launches": [{**asdict(launch), "share": launch.share} for launch in self.launches],
             "copy_gbps": self.copy_gbps,
+            "matmul_tflops": self.matmul_tflops,
         }
 
 
@@ -221,16 +260,17 @@ def bench(
             return BenchResult(op.name, _device_name(device), _ints(known), _knobs(calls), timing, peers, (), None)
         host = host_us(lambda: call(**timed), device)
         graph = measure_graph(lambda: call(**timed), device, rep_ms=rep_ms)
-        rate = copy_gbps(device)
-        launches = tuple(t for c in calls for t in launch_times(op, c, rate, rep_ms))
-    where = _device_name(device)
-    return BenchResult(op.name, where, _ints(known), _knobs(calls), timing, peers, launches, rate, graph, host)
+        rates = ceilings(device, products=op.flops is not None)
+        launches = tuple(t for c in calls for t in launch_times(op, c, rates, rep_ms))
+    where, copy, products = _device_name(device), rates.copy_gbps, rates.matmul_tflops
+    return BenchResult(
+        op.name, where, _ints(known), _knobs(calls), timing, peers, launches, copy, graph, host, products
+    )
 
 
-def launch_times(op: Op, call: Call, rate_gbps: float, rep_ms: int = 200) -> list[LaunchTime]:
+def launch_times(op: Op, call: Call, rates: Ceilings, rep_ms: int = 200) -> list[LaunchTime]:
     """Times every launch of a recorded call alone, all steps of it, again and again on the tensors that it left."""
-    plan = call.executable.plan
-    moved = (op.traffic_bytes or plan_traffic)(plan, call.dims)
+    work = plan_work(op, call.executable.plan, call.dims)
     found = []
     for launch in call.executable.launches:
         label = launch.launch.label
@@ -239,7 +279,7 @@ def launch_times(op: Op, call: Call, rate_gbps: float, rep_ms: int = 200) -> lis
             call.executable.run_alone(launch, call.tensors, call.dims)
 
         timing = measure(run, call.executable.device, rep_ms=rep_ms)
-        found.append(LaunchTime(label, timing, moved[label], moved[label] / rate_gbps / 1e6))
+        found.append(LaunchTime(label, timing, work[label].bytes, work[label].floor_ms(rates), work[label].flops))
     return found
 
 

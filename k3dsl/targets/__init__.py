@@ -82,11 +82,11 @@ class Ceilings:
     """Rates measured on a device, never a data sheet's peak.
 
     copy_gbps: device copy, bytes read plus bytes written, in 10^9 bytes/s. matmul_tflops: a large bf16 matrix product,
-    in 10^12 FLOP/s. source: how they were measured.
+    in 10^12 FLOP/s, or None where it was not measured. source: how they were measured.
     """
 
     copy_gbps: float
-    matmul_tflops: float
+    matmul_tflops: float | None
     source: str
 
 

@@ -105,6 +105,13 @@ def _sdpa(**x: Any) -> dict[str, Any]:
     return {"o": o.transpose(1, 2)}
 
 
+def flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Of scores and output, of the keys that each query sees."""
+    d = common.known_dims(plan, dims)
+    seen = common.seen_pairs(d["T"], d["S"], plan.options["causal"])
+    return {"attention": 2 * d["B"] * d["H"] * seen * (d["D"] + d["V"])}
+
+
 def limits(options: Mapping[str, Any]) -> dict[str, float]:
     """Largest relative RMS error: the rounding of the probabilities and of the output."""
     if options["dtype"] == f32:
@@ -145,6 +152,7 @@ ATTENTION = Op(
     reference=_reference,
     peers=lambda: {"torch": _sdpa},
     limits=limits,
+    flops=flops,
     constraints=lambda dims, knobs, options: common.head_constraints(dims),
     heuristic=rule,
     prepare_dims=derived_dims,

@@ -75,6 +75,12 @@ def call(**arguments: Any) -> dict[str, Any]:
     return {"o": matmul(**arguments)}
 
 
+def flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Of the one product."""
+    d = common.known_dims(plan, dims)
+    return {"matmul": 2 * d["M"] * d["N"] * d["K"]}
+
+
 def limits(options: Mapping[str, Any]) -> dict[str, float]:
     """Largest relative RMS error: the rounding of the output, and of the factors in tf32."""
     if options["dtype"] == f32:
@@ -110,6 +116,7 @@ MATMUL = Op(
     reference=lambda **x: {"o": reference.matmul(x["a"], x["b"])},
     peers=lambda: {"torch": lambda **x: {"o": x["a"] @ x["b"]}},
     limits=limits,
+    flops=flops,
     constraints=constraints,
     heuristic=rule,
     prepare_dims=common.narrow,

@@ -298,6 +298,20 @@ def write_reference(**kwargs: Any) -> Outputs:
     return {"kv_cache": reference.cache_write(**kwargs)}
 
 
+def prefill_flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Of scores and output, of the keys that each query sees; of packed sequences as if all were as long, which is least."""
+    d = common.known_dims(plan, dims)
+    pieces = d["N"] if plan.options["varlen"] else 1
+    seen = pieces * common.seen_pairs(d["T"] // pieces, d["S"] // pieces, plan.options["causal"])
+    return {"mla_prefill": 2 * d["B"] * d["H"] * seen * (d["D"] + d["E"] + d["V"])}
+
+
+def decode_flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Of scores and output, of every latent in the cache with each of a request's R rows."""
+    d = common.known_dims(plan, dims)
+    return {"mla_decode": 2 * d["R"] * d["pages"] * d["page"] * (2 * d["C"] + d["E"])}
+
+
 def write_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
     """Of the cache one row a token is written."""
     moved = plan_traffic(plan, dims)

@@ -84,13 +84,31 @@ def expert_of(d, c, block, block_expert):
     return where(block < d.bound, block_expert[last], -1)
 
 
+def lane_order(c, tile, axis):
+    """With c.lane_order, columns (an axis of a tile, of a multiple of 128) in the order that both sides of a product have.
+
+    In 16 columns of its operand in registers, wgmma takes columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a row from lane t of four.
+    A sum does not ask for an order of its terms. So of every 128 columns, lane t gets columns 32t to 32t + 31: 16 bytes of
+    packed codes side by side, which are one load, and one scale. Of column 32t + 4q + 2e + n the place is 16q + 8n + 2t + e:
+    two codes from the same half of neighbouring bytes share a register.
+    """
+    if not c.lane_order:
+        return tile
+    before, after = tile.shape[:axis], tile.shape[axis + 1 :]
+    parts = tile.reshape(*before, tile.shape[axis] // 128, 4, 8, 2, 2, *after)
+    n = len(before)
+    order = (*range(n), n, n + 2, n + 4, n + 1, n + 3, *range(n + 5, n + 5 + len(after)))
+    return parts.permute(*order).reshape(*tile.shape)
+
+
 def weight_tile(c, weight, scale, expert, rows, i, width):
     """The i-th block_k columns of rows of an expert's weight, dequantised if it has scales. width: columns in all."""
     k = c.block_k
     if scale is None:
         return weight[expert, rows, span(i * k, k, end=width)]
     packed = weight[expert, rows, span(i * (k // 2), k // 2, end=width // 2)]
-    return dequantize_mxfp4(packed, scale[expert, rows, span(i * (k // 32), k // 32, end=width // 32)])
+    scales = scale[expert, rows, span(i * (k // 32), k // 32, end=width // 32)]
+    return lane_order(c, dequantize_mxfp4(packed, scales), 1)
 
 
 def multiply(c, rows, weight, acc):
@@ -105,7 +123,7 @@ def gather(d, c, x=In("T D"), order=In("T*K", i32), expert_offsets=In("E+1", i32
     """Rows of x in the order of their experts, so that the products take them a block at a time."""
     rows = span(program_id(0) * c.gather_rows, c.gather_rows, end=expert_offsets[d.E])
     cols = span(program_id(1) * c.gather_columns, c.gather_columns, end=d.D)
-    xs[rows, cols] = x[order[rows] // d.K, cols]
+    xs[rows, cols] = lane_order(c, x[order[rows] // d.K, cols], 1)
 
 
 @kernel(grid=lambda d, c: (programs(d, c, d.I),))
@@ -124,7 +142,8 @@ def gate_up(
     block_row=In("bound", i32),
     h=Out("T*K I"),
 ):
-    """h = the gated activation of x w_gate^T and x w_up^T, rows of x by expert: gathered here, or before (xs)."""
+    """h = the gated activation of x w_gate^T and x w_up^T, rows of x by expert: gathered here, or before (xs). With
+    c.lane_order the columns of xs and of h are in that order."""
     block, column = block_of(d, c, d.I)
     expert = expert_of(d, c, block, block_expert)
 
@@ -147,7 +166,7 @@ def gate_up(
             return multiply(c, tile, left, gate), multiply(c, tile, right, up)
 
         y = activated(c, products[0], products[1]).to(h.dtype)
-        h[rows, cols] = y.T if c.swap_ab else y
+        h[rows, cols] = lane_order(c, y, 0).T if c.swap_ab else lane_order(c, y, 1)
 
 
 @kernel(grid=lambda d, c: (programs(d, c, d.D),))

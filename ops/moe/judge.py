@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from k3dsl.backends.torch.dtypes import to_torch
-from k3dsl.ir.symbols import Expr
 from k3dsl.ir.types import bf16, f16, f32
 from k3dsl.ops import common
 from k3dsl.ops.moe import inputs, reference
@@ -349,10 +348,24 @@ def experts_peers() -> dict[str, Callable[..., dict[str, Any]]]:
     return {"torch._grouped_mm": call}
 
 
+def router_flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Of one product; sums as exact as fp32's take several."""
+    d = common.known_dims(plan, dims)
+    return {"logits": 2 * d["T"] * d["D"] * d["E"]}
+
+
+def experts_flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
+    """Of gate and up, and of down, for every choice that is an expert here."""
+    d = common.known_dims(plan, dims)
+    product = 2 * (d["T"] * d["K"] // int(plan.options["ranks"])) * d["D"] * d["I"]
+    return {"gate_up": 2 * product, "down": product}
+
+
 def experts_traffic(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
     """Of the weights only those of experts that some token chose are read: as many as uniform routing hits on average."""
     moved = plan_traffic(plan, dims)
-    E, K, T = (Expr.of(plan.dims[n]).evaluate(dims) for n in ("E", "K", "T"))
+    d = common.known_dims(plan, dims)
+    E, K, T = (d[n] for n in ("E", "K", "T"))
     all_experts = E * int(plan.options["ranks"])
     idle = (1 - K / all_experts) ** T if all_experts > K else 0.0
     for launch in plan.launches:

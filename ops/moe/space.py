@@ -181,6 +181,7 @@ ROUTER = Op(
     reference=judge.router_reference,
     peers=judge.router_peers,
     limits=judge.topk_limits,
+    flops=judge.router_flops,
     constraints=router_constraints,
     heuristic=router_rule,
     cpu_heuristic=router_cpu_rule,
@@ -237,12 +238,26 @@ def experts_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
             reasons.append("MXFP4 weights become bf16, and so are multiplied with bf16 tokens")
         if dims["D"] % 32 or dims["I"] % 32:
             reasons.append(f"MXFP4 weights come in groups of 32 columns, and D = {dims['D']}, I = {dims['I']}")
+    if knobs["lane_order"]:
+        if options["weights"] != "mxfp4":
+            reasons.append("lane_order puts packed weights' columns in order, and plain weights need none")
+        elif knobs["gather"] != "before":
+            reasons.append("lane_order needs tokens whose columns are in that order: gather=before")
+        elif dims["D"] % 128 or dims["I"] % 128:
+            reasons.append(f"lane_order reorders 128 columns at a time, and D = {dims['D']}, I = {dims['I']}")
+        elif min(knobs["block_n"], knobs["block_k"]) < 128:
+            reasons.append("lane_order reorders 128 columns at a time: block_n and block_k of 128 or more")
     return reasons
+
+
+IN_LANE_ORDER = {"lane_order": True, "gather": "before", "swap_ab": True, "block_n": 128, "block_k": 128}
+"""Packed weights as the operand in registers."""
 
 
 def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """Blocks about as high as an expert has rows, so that little of them is padding. Few rows are put on the narrow side of
-    the instruction (swap_ab), which then reads weights into its tall side. Dequantising pays in high blocks."""
+    the instruction (swap_ab), which then reads weights into its tall side; so are all rows where weights are packed, which
+    come to that side in registers. Dequantising pays in high blocks."""
     rows = -(-dims["T"] * dims["K"] // (dims["E"] * options["ranks"]))
     packed = options["weights"] == "mxfp4"
     if options["dtype"] == f32:
@@ -254,6 +269,9 @@ def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
         tall = rows > 256
         knobs = {"block_m": 128 if tall else 64, "block_n": 128, "block_k": 128 if packed else 64, "num_warps": 8}
         knobs["stages"] = 3 if tall or packed else 4
+    if packed and options["dtype"] != f32 and dims["D"] % 128 == 0 == dims["I"] % 128:
+        knobs |= IN_LANE_ORDER
+        knobs["num_warps"] = 8 if knobs["block_m"] == 128 else 4
     narrow = min(dims["D"], dims["I"])
     if knobs["block_n"] > narrow:
         knobs |= {"block_n": 64 if narrow > 32 else 32, "num_warps": 4}
@@ -262,11 +280,12 @@ def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
 
 
 def experts_cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-    """Few steps, and blocks of columns without padding where there are any."""
+    """Few steps, blocks of columns without padding where there are any, and no order for lanes that are not there."""
     D, I = dims["D"], dims["I"]
     whole = [n for n in (32, 64, 128, 256) if D % n == 0 == I % n]
     block_n = max(whole) if whole else covering((32, 64, 128, 256), max(D, I))
-    return {"block_n": block_n, "block_k": covering((32, 64, 128), max(D, I))}
+    few = {"block_n": block_n, "block_k": covering((32, 64, 128), max(D, I))}
+    return {**few, "lane_order": False, "gather": "inside"}
 
 
 def experts_canonical(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,7 +294,13 @@ def experts_canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     return o if o["dtype"] == f32 else {**o, "precision": "ieee"}
 
 
-GATHERED = {"gather": "before", "gate_up.descriptors": ("xs", "w_gate", "w_up"), "down.descriptors": ("h", "w_down")}
+INSIDE = {"swap_ab": False, "lane_order": False, "gather": "inside"}
+GATHERED = {
+    **INSIDE,
+    "gather": "before",
+    "gate_up.descriptors": ("xs", "w_gate", "w_up"),
+    "down.descriptors": ("h", "w_down"),
+}
 """Every operand of the products by the tensor memory accelerator."""
 
 
@@ -283,7 +308,7 @@ def through_tilelang(threads: int) -> dict[str, Any]:
     """Both grouped products through TileLang, of rows that are gathered already: its copies bring in all operands."""
     fields = {"backend": "tilelang", "threads": threads, "overlap": True}
     products = {f"{label}.{name}": value for label in ("gate_up", "down") for name, value in fields.items()}
-    return {"gather": "before", **products}
+    return {**INSIDE, "gather": "before", "num_warps": 8, **products}
 
 
 EXPERTS = Op(
@@ -299,10 +324,13 @@ EXPERTS = Op(
     knobs=(
         Knob("block_m", (16, 32, 64, 128, 192, 256), 64, "rows a program computes"),
         Knob("block_n", (32, 64, 128, 256), 128, "columns a program computes"),
-        Knob("block_k", (32, 64, 128), 64, "columns of a row in one step"),
+        Knob("block_k", (32, 64, 128, 256), 64, "columns of a row in one step"),
         Knob("group", (1, 2, 4, 8, 16), 1, "row blocks that run together through a block of columns"),
         Knob("gather", ("inside", "before"), "inside", "who brings tokens' rows by expert: the products, or a launch"),
         Knob("swap_ab", (False, True), False, "weights are the tall operand of the instruction, tokens the narrow one"),
+        Knob(
+            "lane_order", (False, True), False, "packed weights: columns in the order in which lanes read them at once"
+        ),
         Knob("wide_down", (False, True), False, "the down product, of one sum, takes twice the columns"),
         Knob("num_warps", (2, 4, 8), 8, "warps a program of the products"),
         Knob("stages", (1, 2, 3, 4, 5), 3, "steps in flight"),
@@ -325,6 +353,7 @@ EXPERTS = Op(
     reference=judge.experts_reference,
     peers=judge.experts_peers,
     limits=judge.experts_limits,
+    flops=judge.experts_flops,
     constraints=experts_constraints,
     traffic_bytes=judge.experts_traffic,
     canonical=experts_canonical,
@@ -332,12 +361,16 @@ EXPERTS = Op(
     cpu_heuristic=experts_cpu_rule,
     cpu_dims={"T": 64, "E": 16, "K": 4, "D": 128, "I": 96},
     seeds=(
+        {**IN_LANE_ORDER, "block_m": 64, "num_warps": 4, "stages": 3},
+        {**IN_LANE_ORDER, "block_m": 128, "num_warps": 8, "stages": 3},
+        {**IN_LANE_ORDER, "block_m": 64, "block_k": 256, "num_warps": 8, "stages": 2},
+        {**IN_LANE_ORDER, "block_m": 32, "block_k": 256, "num_warps": 8, "stages": 3},
         {"block_m": 192, "block_n": 128, "block_k": 64, "stages": 4, **through_tilelang(384)},
         {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 4, "wide_down": True, **through_tilelang(256)},
         {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 4, **GATHERED},
-        {"block_m": 64, "block_n": 256, "block_k": 64, "num_warps": 8, "stages": 3},
-        {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 3, "group": 2},
-        {"block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 4, "stages": 3},
-        {"block_m": 32, "block_n": 128, "block_k": 128, "num_warps": 4, "stages": 3, "swap_ab": True},
+        {**INSIDE, "block_m": 64, "block_n": 256, "block_k": 64, "num_warps": 8, "stages": 3},
+        {**INSIDE, "block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "stages": 3, "group": 2},
+        {**INSIDE, "block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 4, "stages": 3},
+        {**INSIDE, "block_m": 32, "block_n": 128, "block_k": 128, "num_warps": 4, "stages": 3, "swap_ab": True},
     ),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,10 +70,31 @@ def test_every_way_to_run_the_experts_is_right(knobs: dict[str, Any], packed: bo
     assert_close_rms("out", got, judge.experts_reference(**x)["out"], 5e-3)
 
 
-@pytest.mark.parametrize(("name", "knobs"), SEEDS)
-def test_every_seed_is_right(name: str, knobs: dict[str, Any], poisoned_memory: None) -> None:
-    case = next(c for c in cases_of(get_op(name)) if c.name in ("outliers", "popular"))
-    with forced(get_op(name), knobs, {}):
+@pytest.mark.parametrize("knobs", [{"block_m": 16, "swap_ab": True}, {"block_m": 32, "swap_ab": True, "block_k": 256},
+                                   {"block_m": 64, "num_warps": 8}, {"block_m": 64, "block_n": 256, "num_warps": 8},
+                                   {"block_m": 128, "block_k": 256, "swap_ab": True, "num_warps": 8, "stages": 2}])  # fmt: skip
+def test_packed_weights_in_lane_order_are_right(knobs: dict[str, Any], poisoned_memory: None) -> None:
+    x = inputs.experts(200, 24, 4, 384, 256, "cuda", 0, packed=True, routing="popular")
+    wide = {"block_n": 128, "block_k": 128, "num_warps": 4, "gather": "before", "lane_order": True, **knobs}
+    with forced(EXPERTS, wide, {}):
+        got = [ops.moe_experts(**x) for _ in range(3)]
+    assert_close_rms("out", got[0], judge.experts_reference(**x)["out"], 5e-3)
+    assert all(torch.equal(got[0], again) for again in got)
+
+
+@pytest.mark.parametrize(("name", "seed"), SEEDS)
+def test_every_seed_is_right(name: str, seed: dict[str, Any], poisoned_memory: None) -> None:
+    op = get_op(name)
+    knobs, _, schedules = op.split_settings(seed)
+    if any(field.endswith(".backend") for field in seed):
+        pytest.importorskip("tilelang")
+    case = next(c for c in cases_of(op) if c.name in ("outliers", "popular"))
+    if name == "moe.experts":  # in the seeds' blocks, and packed for those of packed weights
+        size = {"T": 200, "E": 24, "K": 4, "D": 384, "I": 256}
+        options = op.resolve_options({"weights": "mxfp4" if seed.get("lane_order") else "plain"})
+        assert op.inputs is not None
+        case = replace(case, make=partial(op.inputs, size, options))
+    with forced(op, knobs, schedules):
         judged(name, case, 10)
 
 

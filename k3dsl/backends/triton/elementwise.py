@@ -106,18 +106,25 @@ def _e2m1(packed):
     "_e2m1_bf16": """
 @triton.jit
 def _e2m1_bf16(packed):
-    # four bytes at a time: prmt takes 4 codes as places in a table, once for the upper and once for the lower bytes of bf16
+    # four bytes at a time: prmt takes 4 codes as places in a table, once for the upper and once for the lower bytes of bf16.
+    # The tables' halves $5 and $9 are constants that ptxas must not see as such, or it copies them anew for every use: to
+    # each is added the last bit of n (n + 1), n the thread's number, which is 0
+    upper, lower = tl.inline_asm_elementwise(
+        "{ .reg .b32 n; mov.u32 n, %tid.x; mad.lo.u32 n, n, n, n; and.b32 n, n, 1;"
+        " or.b32 $0, n, 0x3f3f3f00; or.b32 $1, n, 0xc0800000; }",
+        "=r,=r,r", [0], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
     return tl.inline_asm_elementwise(
         "{ .reg .b32 m, n, p, q, r, s, t, u;"
         " and.b32 m, $4, 0x77777777; shr.b32 n, m, 16;"
-        " prmt.b32 p, 0x3f3f3f00, 0x40404040, m; prmt.b32 q, 0xc0800000, 0xc0804000, m;"
-        " prmt.b32 r, 0x3f3f3f00, 0x40404040, n; prmt.b32 s, 0xc0800000, 0xc0804000, n;"
+        " prmt.b32 p, $5, 0x40404040, m; prmt.b32 q, $9, 0xc0804000, m;"
+        " prmt.b32 r, $5, 0x40404040, n; prmt.b32 s, $9, 0xc0804000, n;"
         " prmt.b32 t, $4, 0, 0x1404; prmt.b32 u, $4, 0, 0x3424;"
         " prmt.b32 m, q, p, 0x6240; prmt.b32 n, q, p, 0x7351;"
         " lop3.b32 $2, t, 0x80008000, n, 0xea; shl.b32 t, t, 4; lop3.b32 $0, t, 0x80008000, m, 0xea;"
         " prmt.b32 m, s, r, 0x6240; prmt.b32 n, s, r, 0x7351;"
         " lop3.b32 $3, u, 0x80008000, n, 0xea; shl.b32 u, u, 4; lop3.b32 $1, u, 0x80008000, m, 0xea; }",
-        "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, upper, lower], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+        pack=4)
 """,
     "_e8m0": """
 @triton.jit
