@@ -22,6 +22,9 @@ TRIAL_REPEATS = 10
 TIED_SHARE = {"cpu": 0.30, "gpu": 0.01}
 """Times this close are equal however small their spread: what differs between two runs of one kernel."""
 
+OUT_OF_REACH = {kind: 2 * share for kind, share in TIED_SHARE.items()}
+"""A candidate whose trial took so much longer than the best that passed the full gate cannot win, and is not judged."""
+
 
 class Runs(Protocol):
     """What gates and times candidates in a process of its own, see worker.Worker. Level None only times."""
@@ -82,15 +85,17 @@ def run_finals(
 ) -> tuple[list[Finalist], list[tuple[Proposal, Outcome]]]:
     """The finalists, the winner first, and the candidates that the full gate turned away.
 
-    trials: those that ended ok, with code that differs. However short the time, the best of them is judged, and the
-    default when that one fails. built: waits until what the full gate of a candidate launches is built, and says how that
+    trials: those that ended ok, with code that differs. Finalists are at most `count` of them that may still win. However
+    short the time, the best of them is judged, and the default when that one fails. built: waits until what the full gate of a candidate launches is built, and says how that
     ended.
     """
     kind = "cpu" if space.target is None else "gpu"
     passed: list[Finalist] = []
     failed: list[tuple[Proposal, Outcome]] = []
+    times = {proposal.key: outcome.time_ms or 0.0 for proposal, outcome in trials}
     for proposal in shortlist(space, trials):
-        if len(passed) == count:
+        reach = (1 + OUT_OF_REACH[kind]) * min((times[f.proposal.key] for f in passed), default=math.inf)
+        if len(passed) == count or times[proposal.key] > reach:
             break
 
         def gate(proposal: Proposal = proposal) -> Outcome:

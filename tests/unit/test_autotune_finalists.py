@@ -99,7 +99,7 @@ def finals(later: dict[int, Outcome], most_steps: int = 100) -> tuple[list[int],
         steps.append(stage)
         return None if len(steps) > most_steps and not must else run()
 
-    trials = [(proposal({"block_v": n}), Outcome(End.OK, time_ms=float(n))) for n in (8, 16)]
+    trials = [(proposal({"block_v": n}), Outcome(End.OK, time_ms=1 + n / 1000)) for n in (8, 16)]
     passed, failed = run_finals(space, trials, 2, Scripted(later), step, 1.0)
     return [f.proposal.settings["block_v"] for f in passed], [p.settings["block_v"] for p, _ in failed]
 
@@ -113,6 +113,26 @@ def test_what_failed_in_a_round_that_the_time_cut_short_has_failed():
     # two gates, then the first timing of round 1, which begins with the second
     assert finals({8: TIMED, 16: FAULT}, most_steps=3) == ([8], [16])
     assert finals({8: TIMED, 16: TIMED}, most_steps=3) == ([8, 16], [])
+
+
+def test_what_took_too_long_to_win_is_no_finalist():
+    """Of blocks 8, 16, 32, 64 the best fails the full gate; 32 takes 1 % longer than 16, and 64 4 %."""
+    judged = []
+
+    class Worker(Scripted):
+        def run(self, candidate, level, *rest) -> Outcome:
+            block = candidate.settings["block_v"]
+            if level is not None:
+                judged.append(block)
+            return FAULT if block == 8 else super().run(candidate, level, *rest)
+
+    times = {8: 0.5, 16: 1.0, 32: 1.01, 64: 1.04}
+    trials = [(proposal({"block_v": n}), Outcome(End.OK, time_ms=ms)) for n, ms in times.items()]
+    worker = Worker({16: TIMED, 32: TIMED})
+    passed, failed = run_finals(on_gpu(), trials, 4, worker, lambda stage, p, n, run, must: run(), 1.0)
+    assert judged == [8, 16, 32]
+    assert {f.proposal.settings["block_v"] for f in passed} == {16, 32}
+    assert [p.settings["block_v"] for p, _ in failed] == [8]
 
 
 def test_load_on_the_machine_does_not_choose_the_winner():

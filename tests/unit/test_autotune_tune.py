@@ -12,6 +12,7 @@ import pytest
 from tuned_fakes import POINTS, Fake, swept, time_of
 
 import k3dsl
+from k3dsl.autotune import finalists
 from k3dsl.autotune.finalists import ROUNDS
 from k3dsl.autotune.journal import Journal
 from k3dsl.autotune.trial import End
@@ -23,7 +24,13 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def test_the_fastest_point_wins_and_is_judged_at_level_full():
+@pytest.fixture
+def all_in_reach(monkeypatch):
+    """The fakes' points differ by more than what a finalist may take longer than the best."""
+    monkeypatch.setitem(finalists.OUT_OF_REACH, "gpu", 1.0)
+
+
+def test_the_fastest_point_wins_and_is_judged_at_level_full(all_in_reach):
     fake = Fake()
     result = swept(fake)
     assert result.winner is not None
@@ -35,7 +42,7 @@ def test_the_fastest_point_wins_and_is_judged_at_level_full():
     assert result.stopped == "every legal point was tried"
 
 
-def test_finalists_are_timed_in_turns():
+def test_finalists_are_timed_in_turns(all_in_reach):
     fake = Fake()
     swept(fake, finalists=3)
     last = [key for key, level, *_ in fake.ran if level is None]
@@ -178,7 +185,9 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
+from k3dsl.autotune import finalists
 from tuned_fakes import Fake, swept
+finalists.OUT_OF_REACH["gpu"] = 1.0
 runs = int(sys.argv[2])
 kill = lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == runs else None
 print(swept(Fake(log=Path(sys.argv[1]), on_run=kill)).to_json()["set"])

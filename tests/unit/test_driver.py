@@ -10,7 +10,9 @@ import pytest
 from k3dsl.backends import driver
 
 
-@pytest.mark.parametrize(("shared_bytes", "asked"), [(0, []), (1024, [1024]), (48 * 1024, [48 * 1024]), (2**17, [2**17])])
+@pytest.mark.parametrize(
+    ("shared_bytes", "asked"), [(0, []), (1024, [1024]), (48 * 1024, [48 * 1024]), (2**17, [2**17])]
+)
 def test_dynamic_shared_memory_is_opted_in_to_below_48_kib_too(shared_bytes: int, asked: list[int]) -> None:
     """The limit without it is of dynamic memory and what the kernel declares together: 48 KiB and a barrier are too much."""
     called: list[int] = []
