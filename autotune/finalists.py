@@ -86,8 +86,8 @@ def run_finals(
     """The finalists, the winner first, and the candidates that the full gate turned away.
 
     trials: those that ended ok, with code that differs. Finalists are at most `count` of them that may still win. However
-    short the time, the best of them is judged, and the default when that one fails. built: waits until what the full gate of a candidate launches is built, and says how that
-    ended.
+    short the time, the best of them is judged, and the default when that one fails. built: waits until what the full gate
+    of a candidate launches is built, and says how that ended.
     """
     kind = "cpu" if space.target is None else "gpu"
     passed: list[Finalist] = []
