@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from k3dsl import __version__
 from k3dsl import settings as environment
 from k3dsl.autotune.drawn import planned_calls
 from k3dsl.autotune.space import Space
@@ -46,7 +47,7 @@ def about(space: Space, seed: int, identity: Mapping[str, Any]) -> dict[str, Any
         "fixed": space.fixed,
         "seed": seed,
         "kernels": kernels,
-        "versions": {name: _version(name) for name in ("k3dsl", "optuna", "torch", *space.backends)},
+        "versions": {"k3dsl": __version__, **{name: _version(name) for name in ("optuna", "torch", *space.backends)}},
         **identity,
     }
 
