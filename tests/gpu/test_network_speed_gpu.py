@@ -161,10 +161,10 @@ def beside_torch(result: BenchResult, what: str) -> dict[str, float]:
         shares[label] = theirs / mine
         rate = 2 * tokens * K * wide * narrow / mine / 1e9
         print(
-            f"{label} {what} {tokens * K} rows: {mine:.4f} ms, {rate:.0f} TFLOP/s, {ours[label].share:.3f} of the",
+            f"{label} {what} {tokens * K} rows: {mine:.4f} ms, {rate:.0f} TFLOP/s, {ours[label].share:.3f} of its",
             end="",
         )
-        print(f" copy rate; torch._grouped_mm {theirs:.4f} ms, {shares[label]:.3f} of its rate")
+        print(f" roofline; torch._grouped_mm {theirs:.4f} ms, {shares[label]:.3f} of its rate")
     return shares
 
 
