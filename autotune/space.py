@@ -199,9 +199,10 @@ class Space:
 
     def _schedules(self) -> int:
         """How many schedules the default's launches have, all together."""
-        plans = self._traced(self.default())
-        each = 1
-        for number in range(0 if isinstance(plans, Reason) else len(plans[self.backends[0]].launches)):
+        plans, each = self._traced(self.default()), 1
+        if isinstance(plans, Reason):
+            return each
+        for number in range(len(plans[self.backends[0]].launches)):
             ways = 0
             for backend in self.backends:
                 count = 1

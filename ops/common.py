@@ -143,8 +143,9 @@ def size_class(name: str, value: int, *divisors: int) -> Sym:
 
 
 def known_dims(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
-    """Every dim of a plan as a number, for a call with these runtime dims."""
-    return {name: Expr.of(value).evaluate(dims) for name, value in plan.dims.items()}
+    """The dims of a plan as numbers, for a call with these runtime dims; without those that depend on others."""
+    exprs = {name: Expr.of(value) for name, value in plan.dims.items()}
+    return {name: e.evaluate(dims) for name, e in exprs.items() if set(e.symbols()) <= set(dims)}
 
 
 def seen_pairs(queries: int, keys: int, causal: bool) -> int:

@@ -53,6 +53,14 @@ def tilelang_schedule(knobs: Mapping[str, Any]) -> dict[str, Any]:
     return {"threads": threads, "stages": {"keys": knobs["stages"], "edge": 1}}
 
 
+def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Why a point of the space is refused."""
+    reasons, (T, S) = common.head_constraints(dims), (dims["T"], dims["S"])
+    if options["causal"] and isinstance(T, int) and isinstance(S, int) and S < T:
+        reasons.append(f"S = {S} keys for T = {T} queries: a causal mask needs as many")
+    return reasons
+
+
 def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """Blocks that fit shared memory; small ones for few queries and for fp32."""
     if options["dtype"] == f32:
@@ -153,7 +161,7 @@ ATTENTION = Op(
     peers=lambda: {"torch": _sdpa},
     limits=limits,
     flops=flops,
-    constraints=lambda dims, knobs, options: common.head_constraints(dims),
+    constraints=constraints,
     heuristic=rule,
     prepare_dims=derived_dims,
     cpu_dims={"B": 1, "T": 256, "H": 4, "D": 64},

@@ -69,6 +69,7 @@ def mla_prefill(
     head, batch = program_id(1) * c.head_group + lane, program_id(2)
     if c.varlen:
         first, q_end, k_start, keys, diagonal = (block_table[rank, column] for column in range(5))
+        keys = minimum(keys, d.S)  # which it is; so where S is less than a block, it is seen that no block is whole
     else:
         first = (query_blocks(d, c) - 1 - rank if c.causal else rank) * c.block_q
         q_end, k_start, keys, diagonal = d.T, 0, d.S, first + (d.S - d.T)

@@ -250,7 +250,7 @@ def experts_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
     return reasons
 
 
-IN_LANE_ORDER = {"lane_order": True, "gather": "before", "swap_ab": True, "block_n": 128, "block_k": 128}
+IN_LANE_ORDER: dict[str, Any] = {"lane_order": True, "gather": "before", "swap_ab": True, "block_n": 128, "block_k": 128}
 """Packed weights as the operand in registers."""
 
 
@@ -261,7 +261,8 @@ def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
     rows = -(-dims["T"] * dims["K"] // (dims["E"] * options["ranks"]))
     packed = options["weights"] == "mxfp4"
     if options["dtype"] == f32:
-        knobs = {"block_m": 16 if rows <= 16 else 32, "block_n": 64, "block_k": 32, "num_warps": 4, "stages": 2}
+        few = 16 if rows <= 16 else 32
+        knobs: dict[str, Any] = {"block_m": few, "block_n": 64, "block_k": 32, "num_warps": 4, "stages": 2}
     elif rows <= 48:
         few = 16 if rows <= 16 else 32
         knobs = {"block_m": few, "block_n": 64, "block_k": 128, "num_warps": 4, "swap_ab": True}

@@ -111,6 +111,12 @@ def ptx_step(op: str, args: list[int]) -> int:
     """One PTX instruction on 32-bit numbers, as the ISA's manual defines it."""
     if op == "and.b32":
         return args[0] & args[1]
+    if op == "or.b32":
+        return args[0] | args[1]
+    if op == "mov.u32":
+        return args[0]
+    if op == "mad.lo.u32":
+        return args[0] * args[1] + args[2] & 0xFFFFFFFF
     if op == "shr.b32":
         return args[0] >> args[1]
     if op == "shl.b32":
@@ -126,16 +132,24 @@ def ptx_step(op: str, args: list[int]) -> int:
     return sum(bit << n for n, bit in enumerate(bits))
 
 
+def ptx(text: str, registers: dict[str, int]) -> dict[str, int]:
+    """The registers after the instructions of a block of inline PTX."""
+    known = dict(registers)
+    for op, rest in re.findall(r"(\w+\.(?:lo\.)?[bu]32) ([^;]+)", text.replace(".reg .b32", "")):
+        target, *names = (word.strip() for word in rest.split(","))
+        known[target] = ptx_step(op, [known[n] if n in known else int(n, 0) for n in names])
+    return known
+
+
 def test_the_ptx_gives_every_byte_its_two_numbers() -> None:
     """The instructions of the Triton helper, run one by one: 4 bytes in, the even and the odd numbers as pairs of bf16 out."""
-    asm = "".join(re.findall(r'"([^"]*)"', HELPERS["_e2m1_bf16"])).split("=&r")[0]
-    steps = [line.split(None, 1) for line in re.findall(r"(?:and|shr|shl|prmt|lop3)\.b32 [^;]+", asm)]
+    tables, decoding = "".join(re.findall(r'"([^"]*)"', HELPERS["_e2m1_bf16"])).split("=&r")[0].split("=r,=r,r")
+    steps = [line.split(None, 1) for line in re.findall(r"(?:and|shr|shl|prmt|lop3)\.b32 [^;]+", decoding)]
     assert len(steps) == 18
     for first in range(0, 256, 4):
-        registers = {"$4": int.from_bytes(bytes(range(first, first + 4)), "little")}
-        for op, rest in steps:
-            target, *names = (word.strip() for word in rest.split(","))
-            registers[target] = ptx_step(op, [registers[n] if n in registers else int(n, 0) for n in names])
+        made = ptx(tables, {"%tid.x": first * 4 + 3})
+        registers = {"$4": int.from_bytes(bytes(range(first, first + 4)), "little"), "$5": made["$0"], "$9": made["$1"]}
+        registers = ptx(decoding, registers)
         for half, shift in (("low", 0), ("high", 4)):
             pair = [registers[n] for n in (("$0", "$1") if half == "low" else ("$2", "$3"))]
             bits = torch.tensor([pair[n // 2] >> 16 * (n % 2) & 0xFFFF for n in range(4)], dtype=torch.int32)
