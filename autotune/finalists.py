@@ -90,28 +90,43 @@ def run_finals(
     of a candidate launches is built, and says how that ended.
     """
     kind = "cpu" if space.target is None else "gpu"
+    times = {proposal.key: outcome.time_ms or 0.0 for proposal, outcome in trials}
+    waiting = shortlist(space, trials)
     passed: list[Finalist] = []
     failed: list[tuple[Proposal, Outcome]] = []
-    times = {proposal.key: outcome.time_ms or 0.0 for proposal, outcome in trials}
-    for proposal in shortlist(space, trials):
-        reach = (1 + OUT_OF_REACH[kind]) * min((times[f.proposal.key] for f in passed), default=math.inf)
-        if len(passed) == count or times[proposal.key] > reach:
-            break
 
-        def gate(proposal: Proposal = proposal) -> Outcome:
-            if built is not None and (outcome := built(proposal)).end is not End.OK:
-                return outcome
-            return worker.run(space.candidate(proposal.settings), "full", FULL_REPEATS, deadline_s, None)
+    def may_win(proposal: Proposal) -> bool:
+        best = min((times[f.proposal.key] for f in passed), default=math.inf)
+        return len(passed) < count and times[proposal.key] <= (1 + OUT_OF_REACH[kind]) * best
 
-        must = not passed and (not failed or proposal.lane == "default")
-        outcome = step("gate", proposal, 0, gate, must)
-        if outcome is None:
-            continue
-        if outcome.end is End.OK and outcome.time_ms is not None:
-            passed.append(Finalist(proposal, outcome, (_samples(outcome),), kind=kind))
-        else:
-            failed.append((proposal, outcome))
-    for number in range(1, ROUNDS + 1 if len(passed) > 1 else 1):
+    while waiting and not passed:  # again where all that passed have failed since
+        while waiting and may_win(waiting[0]):
+            proposal = waiting.pop(0)
+
+            def gate(proposal: Proposal = proposal) -> Outcome:
+                if built is not None and (outcome := built(proposal)).end is not End.OK:
+                    return outcome
+                return worker.run(space.candidate(proposal.settings), "full", FULL_REPEATS, deadline_s, None)
+
+            must = not passed and (not failed or proposal.lane == "default")
+            outcome = step("gate", proposal, 0, gate, must)
+            if outcome is None:
+                continue
+            if outcome.end is End.OK and outcome.time_ms is not None:
+                passed.append(Finalist(proposal, outcome, (_samples(outcome),), kind=kind))
+            else:
+                failed.append((proposal, outcome))
+        passed, lost = _timed_in_turns(space, passed, worker, step, deadline_s)
+        failed += lost
+    return ranked(space, passed), failed
+
+
+def _timed_in_turns(
+    space: Space, passed: list[Finalist], worker: Runs, step: Step, deadline_s: float
+) -> tuple[list[Finalist], list[tuple[Proposal, Outcome]]]:
+    """The finalists with the times of every round that was finished, and those that failed in one."""
+    failed: list[tuple[Proposal, Outcome]] = []
+    for number in range(1, ROUNDS + 1 if passed else 1):
         shift = number % len(passed)
         found: dict[str, Outcome] = {}
         for finalist in passed[shift:] + passed[:shift]:
@@ -137,7 +152,7 @@ def run_finals(
                 passed.append(finalist)
         if not (whole and passed):
             break
-    return ranked(space, passed), failed
+    return passed, failed
 
 
 def _samples(outcome: Outcome) -> tuple[float, ...]:

@@ -136,7 +136,7 @@ def _fit(winner: Winner, problem: Problem, gpu: Mapping[str, Any]) -> tuple[list
     try:
         op = problem.op
         knobs, _, schedules = op.split_settings(winner.settings)
-        chosen = op.resolve_knobs({**op.default_knobs(problem.options, problem.dims), **knobs})
+        chosen = op.resolve_knobs(knobs)  # a knob that the op got since is left as if there were none
         reasons = Point(op, problem.known, chosen, problem.options, schedules).reasons()
         if reasons:
             return reasons, None

@@ -237,10 +237,10 @@ def _lanes(found: Study) -> list[str]:
         lanes[record.lane].append(record)
     rows = [(name, len(group), len(_ok(group)), _ms(_least(group))) for name, group in lanes.items()]
     line = lanes_line({name: (len(group), _least(group)) for name, group in lanes.items()})
-    if line is None and set(lanes) <= {"default", "seed"}:
-        line = "The sweep ended among the default and the op's own seeds, before any search"
-    elif line is None and "grid" in lanes:
+    if line is None and "grid" in lanes:
         line = "The space is small enough for every legal point to have its turn"
+    elif line is None and lanes and set(lanes) <= {"default", "seed"}:
+        line = "Only the default and the op's own seeds were tried"
     said = [f"{line}.\n"] if line else []
     return ["## Search\n", *said, _table(("proposed by", "trials", "ok", "best (ms)"), rows)]
 

@@ -61,8 +61,8 @@ class Result:
     """How a sweep went.
 
     trials: in order. refused: illegal points that were drawn, by end; none of them is a trial. finalists: the winner
-    first. turned_away: those that the full gate refused. floor_ms: what the op's memory traffic takes. stopped: why the
-    sweep ended. interrupted: by Ctrl-C; what had not been judged as a finalist by then does not win. journal: where its
+    first. turned_away: those that the full gate refused. floor_ms: see study.floor_of. stopped: why the sweep
+    ended. interrupted: by Ctrl-C; what had not been judged as a finalist by then does not win. journal: where its
     records are. saved: the file that keeps the winner for later calls.
     """
 
@@ -112,7 +112,7 @@ class Result:
 
     @property
     def roofline_share(self) -> float | None:
-        """Floor over the winner's time: 1 is as fast as the memory allows."""
+        """Floor over the winner's time: 1 is as fast as memory and matrix units allow."""
         if self.floor_ms is None or not self.finalists:
             return None
         return self.floor_ms / self.finalists[0].time_ms

@@ -16,7 +16,7 @@ from k3dsl.ir.types import TileType
 from k3dsl.runtime import backends as registry
 from k3dsl.runtime import explain
 from k3dsl.runtime.bundle_writer import plain
-from k3dsl.runtime.op import Op, check_names
+from k3dsl.runtime.op import Knob, Op, check_names
 from k3dsl.runtime.plan import Launch, Plan
 from k3dsl.targets import Target
 
@@ -109,6 +109,8 @@ class Space:
             choices = tuple(plain(c) for c in knob.choices)
             if knob.name in self.fixed:
                 choices = (self.fixed[knob.name],)
+            elif not self._means(knob):
+                choices = (plain(chosen[knob.name]),)
             default = plain(chosen[knob.name])
             found.append(Parameter(knob.name, choices, default if default in choices else choices[0]))
         return found
@@ -157,11 +159,13 @@ class Space:
 
     def seeds(self) -> list[Settings]:
         """The op's own good guesses, without the default: its seeds and its rule on every other backend."""
+        idle = {knob.name: self.default()[knob.name] for knob in self.op.knobs if not self._means(knob)}
         found = [
             self.default()
             | {n: plain(v) for n, v in seed.items() if n not in self.fixed and not self._first_anyway(n, v)}
             for seed in self.op.seeds
-            if all(self._may_run(n, v) for n, v in seed.items() if n.endswith(".backend"))
+            if all(n not in idle or v == idle[n] for n, v in seed.items())
+            and all(self._may_run(n, v) for n, v in seed.items() if n.endswith(".backend"))
         ]
         plans = self._traced(self.default())
         if not isinstance(plans, Reason):
@@ -171,6 +175,10 @@ class Space:
                 found.append(self.default() | moved)
         unique = {self.text(point): point for point in found if self.text(point) != self.text(self.default())}
         return list(unique.values())
+
+    def _means(self, knob: Knob) -> bool:
+        """True for a knob that changes anything with these options."""
+        return knob.means is None or knob.means(self.point.options)
 
     def _may_run(self, name: str, backend: str) -> bool:
         """True when a launch may be put on the backend; name: 'scan.backend'."""

@@ -367,9 +367,8 @@ class _Cuda(_Driver):
         function = ctypes.c_void_p()
         code = self.library.cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode())
         self._check(kernel, "cuModuleGetFunction", code)
-        if (
-            shared_bytes
-        ):  # more than 48 KiB must be opted in to, and what the kernel declares itself counts towards that
+        # more than 48 KiB must be opted in to, and what the kernel declares itself counts towards that
+        if shared_bytes:
             dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             code = self.library.cuFuncSetAttribute(function, dynamic_shared, shared_bytes)
             what = f"opting in to {shared_bytes} bytes of shared memory per program"

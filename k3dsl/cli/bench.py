@@ -1,4 +1,4 @@
-"""`k3dsl bench`: an op's time, against its peers and against what its memory traffic costs."""
+"""`k3dsl bench`: an op's time, against its peers and against the floor of each of its kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from k3dsl.cli.common import (
     parse_dims,
     parse_settings,
 )
-from k3dsl.cli.output import megabytes, milliseconds, print_json, print_table, write_json
+from k3dsl.cli.output import megabytes, milliseconds, print_json, print_table, scaled, write_json
 
 NAME = "bench"
 
@@ -89,7 +89,7 @@ def bench_command(
                 t.label,
                 milliseconds(t.timing.median_ms),
                 megabytes(t.bytes),
-                f"{t.flops / 1e9:.4g} GFLOP" if t.flops else None,
+                f"{scaled(t.flops)}FLOP" if t.flops else None,
                 milliseconds(t.floor_ms),
                 f"{t.share:.0%}",
             ]

@@ -65,23 +65,33 @@ def never_runs(op: Op) -> bool:
     return op.opcode == "when" and _false(op.operands[0])
 
 
-_MARGINS: dict[str, Callable[[Expr, Expr], tuple[Expr, ...]]] = {
-    "lt": lambda a, b: (a - b,),
-    "le": lambda a, b: (a - b - 1,),
-    "gt": lambda a, b: (b - a,),
-    "ge": lambda a, b: (b - a - 1,),
-    "eq": lambda a, b: (a - b - 1, b - a - 1),
-}
-"""Of each comparison what makes it false where one of it is not negative."""
-
-
 def _false(condition: Value) -> bool:
     """True for a scalar that is known to be false."""
     op, known = condition.op, uniform_constant(condition)
-    if op is None or op.opcode not in _MARGINS:
+    if op is None or op.opcode not in COMPARISONS:
         return known is not None and not known
     a, b = map(static_expr, op.operands)
-    return a is not None and b is not None and any(m.nonnegative() for m in _MARGINS[op.opcode](a, b))
+    return a is not None and b is not None and compared(op.opcode, a, b) is False
+
+
+# which difference being at least 0 proves the comparison, and which one refutes it
+_PROOFS: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Expr]]] = {
+    "lt": (lambda a, b: b - a - 1, lambda a, b: a - b),
+    "le": (lambda a, b: b - a, lambda a, b: a - b - 1),
+    "gt": (lambda a, b: a - b - 1, lambda a, b: b - a),
+    "ge": (lambda a, b: a - b, lambda a, b: b - a - 1),
+}
+COMPARISONS = frozenset({*_PROOFS, "eq", "ne"})
+
+
+def compared(opcode: str, a: Expr, b: Expr) -> bool | None:
+    """What a comparison of two expressions gives whatever the dims; None where that depends on them."""
+    if opcode in _PROOFS:
+        proof, refutation = _PROOFS[opcode]
+        return True if proof(a, b).nonnegative() else False if refutation(a, b).nonnegative() else None
+    if a == b:
+        return opcode == "eq"
+    return opcode == "ne" if (a - b - 1).nonnegative() or (b - a - 1).nonnegative() else None
 
 
 def combine(opcode: str, a: Expr, b: Expr) -> Expr | None:

@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from k3dsl.ir.graph import Op, Value
-from k3dsl.ir.scalars import INTEGER_ARITHMETIC, combine, integer_range, static_expr, uniform_constant, widens
+from k3dsl.ir.scalars import (
+    COMPARISONS,
+    INTEGER_ARITHMETIC,
+    combine,
+    compared,
+    integer_range,
+    static_expr,
+    uniform_constant,
+    widens,
+)
 from k3dsl.ir.symbols import Expr
 from k3dsl.ir.types import DType, TileType, i32, i64
 
 Replacement = Value | Op | None
-
-# which difference being at least 0 proves the comparison, and which one refutes it
-_COMPARISONS: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Expr]]] = {
-    "lt": (lambda a, b: b - a - 1, lambda a, b: a - b),
-    "le": (lambda a, b: b - a, lambda a, b: a - b - 1),
-    "gt": (lambda a, b: a - b - 1, lambda a, b: b - a),
-    "ge": (lambda a, b: a - b, lambda a, b: b - a - 1),
-}
 
 
 def fold(op: Op) -> Replacement:
     """A value that equals the op's only result, a simpler op to put in its place, or None."""
     if op.opcode in INTEGER_ARITHMETIC:
         return _fold_arithmetic(op)
-    if op.opcode in _COMPARISONS or op.opcode in ("eq", "ne"):
+    if op.opcode in COMPARISONS:
         return _fold_comparison(op)
     rule = _RULES.get(op.opcode)
     return rule(op) if rule else None
@@ -76,14 +77,7 @@ def _fold_comparison(op: Op) -> Replacement:
     x, y = static_expr(op.operands[0]), static_expr(op.operands[1])
     if x is None or y is None:
         return None
-    known: bool | None = None
-    if op.opcode in _COMPARISONS:
-        proof, refutation = _COMPARISONS[op.opcode]
-        known = True if proof(x, y).nonnegative() else False if refutation(x, y).nonnegative() else None
-    elif x == y:
-        known = op.opcode == "eq"
-    elif (x - y - 1).nonnegative() or (y - x - 1).nonnegative():
-        known = op.opcode == "ne"
+    known = compared(op.opcode, x, y)
     return None if known is None else _constant(known, op.result.dtype, op)
 
 

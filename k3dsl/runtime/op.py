@@ -47,12 +47,16 @@ def size_number(n: int) -> int:
 
 @dataclass(frozen=True)
 class Knob:
-    """A number or name that changes how an op runs, not what it computes. The tuner searches `choices`."""
+    """A number or name that changes how an op runs, not what it computes. The tuner searches `choices`.
+
+    means: for which of the op's options the knob changes anything; None: for all. For others it is not searched.
+    """
 
     name: str
     choices: tuple[Any, ...]
     default: Any
     doc: str
+    means: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def attend(
 
     seen = cdiv(maximum(minimum(diagonal + c.tokens, length), 0), c.block_k)
     per = cdiv(seen, c.splits) if c.splits > 1 else seen
-    first = split * per
+    first = split * per if c.splits > 1 else 0
     last = minimum(first + per, seen) if c.splits > 1 else seen
     free = maximum(minimum(diagonal + 1, length), 0) // c.block_k  # blocks that every query sees whole
     middle = maximum(minimum(free, last), first) if c.splits > 1 else minimum(free, last)

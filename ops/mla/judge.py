@@ -307,7 +307,7 @@ def prefill_flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def decode_flops(plan: Plan, dims: Mapping[str, int]) -> dict[str, int]:
-    """Of scores and output, of every latent in the cache with each of a request's R rows."""
+    """Of scores and output, of every latent in the cache's pages with each of a request's R rows: lengths are data."""
     d = common.known_dims(plan, dims)
     return {"mla_decode": 2 * d["R"] * d["pages"] * d["page"] * (2 * d["C"] + d["E"])}
 

@@ -136,7 +136,9 @@ def experts(
     """Sorting, with gather='before' the tokens' rows by expert, gate and up with the activation, down, combine. dims: T, K, E,
     D, I."""
     spec, io, packed = spec_of(strides), options["dtype"], options["weights"] == "mxfp4"
-    c = {**knobs, **options, "precision": options["precision"] if io == f32 else None}
+    fits = dims["D"] % 128 == 0 == dims["I"] % 128 and min(knobs["block_n"], knobs["block_k"]) >= 128
+    ordered = packed and knobs["lane_order"] and knobs["gather"] == "before" and fits
+    c = {**knobs, **options, "precision": options["precision"] if io == f32 else None, "lane_order": ordered}
     d = sorting_dims(dims, c)
     for name in ("D", "I"):
         d[f"{name}P"] = d[name] // 2 if packed else d[name]

@@ -238,26 +238,23 @@ def experts_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
             reasons.append("MXFP4 weights become bf16, and so are multiplied with bf16 tokens")
         if dims["D"] % 32 or dims["I"] % 32:
             reasons.append(f"MXFP4 weights come in groups of 32 columns, and D = {dims['D']}, I = {dims['I']}")
-    if knobs["lane_order"]:
-        if options["weights"] != "mxfp4":
-            reasons.append("lane_order puts packed weights' columns in order, and plain weights need none")
-        elif knobs["gather"] != "before":
-            reasons.append("lane_order needs tokens whose columns are in that order: gather=before")
-        elif dims["D"] % 128 or dims["I"] % 128:
-            reasons.append(f"lane_order reorders 128 columns at a time, and D = {dims['D']}, I = {dims['I']}")
-        elif min(knobs["block_n"], knobs["block_k"]) < 128:
-            reasons.append("lane_order reorders 128 columns at a time: block_n and block_k of 128 or more")
     return reasons
 
 
-IN_LANE_ORDER: dict[str, Any] = {"lane_order": True, "gather": "before", "swap_ab": True, "block_n": 128, "block_k": 128}
-"""Packed weights as the operand in registers."""
+IN_LANE_ORDER: dict[str, Any] = {
+    "lane_order": True,
+    "gather": "before",
+    "swap_ab": True,
+    "block_n": 128,
+    "block_k": 128,
+}
+"""Packed weights as the operand in registers; 8 warps read 256 columns at a time, or have to exchange them."""
 
 
 def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """Blocks about as high as an expert has rows, so that little of them is padding. Few rows are put on the narrow side of
-    the instruction (swap_ab), which then reads weights into its tall side; so are all rows where weights are packed, which
-    come to that side in registers. Dequantising pays in high blocks."""
+    the instruction (swap_ab), which then reads weights into its tall side; so are all rows where packed weights
+    come to that side in lane order. Dequantising pays in high blocks."""
     rows = -(-dims["T"] * dims["K"] // (dims["E"] * options["ranks"]))
     packed = options["weights"] == "mxfp4"
     if options["dtype"] == f32:
@@ -272,7 +269,8 @@ def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
         knobs["stages"] = 3 if tall or packed else 4
     if packed and options["dtype"] != f32 and dims["D"] % 128 == 0 == dims["I"] % 128:
         knobs |= IN_LANE_ORDER
-        knobs["num_warps"] = 8 if knobs["block_m"] == 128 else 4
+        if knobs["block_m"] == 64:
+            knobs |= {"block_k": 256, "stages": 2}
     narrow = min(dims["D"], dims["I"])
     if knobs["block_n"] > narrow:
         knobs |= {"block_n": 64 if narrow > 32 else 32, "num_warps": 4}
@@ -330,7 +328,11 @@ EXPERTS = Op(
         Knob("gather", ("inside", "before"), "inside", "who brings tokens' rows by expert: the products, or a launch"),
         Knob("swap_ab", (False, True), False, "weights are the tall operand of the instruction, tokens the narrow one"),
         Knob(
-            "lane_order", (False, True), False, "packed weights: columns in the order in which lanes read them at once"
+            "lane_order",
+            (False, True),
+            False,
+            "packed weights' columns in the order of the lanes that read them, where gather=before and blocks of 128 allow it",
+            means=lambda options: options["weights"] == "mxfp4",
         ),
         Knob("wide_down", (False, True), False, "the down product, of one sum, takes twice the columns"),
         Knob("num_warps", (2, 4, 8), 8, "warps a program of the products"),

@@ -133,6 +133,19 @@ def test_what_took_too_long_to_win_is_no_finalist():
     assert judged == [8, 16, 32]
     assert {f.proposal.settings["block_v"] for f in passed} == {16, 32}
     assert [p.settings["block_v"] for p, _ in failed] == [8]
+    # where those that passed fail when they are timed in turns, the next ones get theirs
+    judged.clear()
+    worker = Worker({16: FAULT, 32: FAULT, 64: TIMED})
+    passed, failed = run_finals(on_gpu(), trials, 4, worker, lambda stage, p, n, run, must: run(), 1.0)
+    assert judged == [8, 16, 32, 64]
+    assert [f.proposal.settings["block_v"] for f in passed] == [64]
+    assert [p.settings["block_v"] for p, _ in failed] == [8, 16, 32]
+
+
+def test_a_single_finalist_is_run_as_often_as_one_of_several():
+    """A fault that shows in one run of several is seen."""
+    trials = [(proposal({"block_v": 8}), Outcome(End.OK, time_ms=1.0))]
+    assert run_finals(on_gpu(), trials, 4, Scripted({8: FAULT}), lambda stage, p, n, run, must: run(), 1.0)[0] == []
 
 
 def test_load_on_the_machine_does_not_choose_the_winner():

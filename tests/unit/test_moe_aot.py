@@ -44,7 +44,11 @@ POINTS: dict[str, tuple[str, Mapping[str, int], Mapping[str, Any], tuple[str, ..
     "situ": ("moe.situ", {}, {}, ("situ",)),
     "situ-backward": ("moe.situ", {}, {"backward": True}, ("situ_backward",)),
 }
-SPILLS_ALLOWED = {("tilelang", "fp32")}  # plain multiply-adds of whole tiles
+SPILLS_ALLOWED = {
+    ("tilelang", "fp32"): 10**6,  # plain multiply-adds of whole tiles
+    ("triton", "some-mxfp4"): 96,  # bytes with Triton 3.9; none with 3.6
+    ("triton", "many-mxfp4"): 64,
+}
 
 
 def built(name: str, backend: str, target: str) -> dict[str, Artifact]:
@@ -60,8 +64,7 @@ def check(name: str, backend: str, target: str = "sm_90a") -> None:
     for label, artifact in built(name, backend, target).items():
         found = artifact.inspection
         assert artifact.binary[:4] == b"\x7fELF"
-        if (backend, name) not in SPILLS_ALLOWED:
-            assert found.spill_bytes in (0, None), label
+        assert (found.spill_bytes or 0) <= SPILLS_ALLOWED.get((backend, name), 0), label
         if label not in PRODUCTS:
             assert not set(found.instructions) & {"wgmma", "mma.sync", wanted}
         elif "fp32" not in name or label == "logits":

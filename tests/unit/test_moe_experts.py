@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from k3dsl import ops
+from k3dsl.autotune.space import Space
 from k3dsl.errors import ArgumentError, LegalityError
+from k3dsl.ir.printer import print_kernel
 from k3dsl.ops.moe import inputs, judge, reference
 from k3dsl.ops.moe.experts import bound_of
 from k3dsl.ops.moe.space import EXPERTS, SITU
 from k3dsl.runtime.metrics import assert_close_rms
 from k3dsl.runtime.op import forced
 from k3dsl.runtime.timing import plan_traffic
+from k3dsl.targets import get_target
 
 NAN, INF = math.nan, math.inf
 BF16, F32 = torch.bfloat16, torch.float32
@@ -209,20 +212,34 @@ def test_columns_in_lane_order_give_the_same_answer(knobs: dict[str, Any], poiso
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"weights": "plain"}, "plain weights need none"),
-        ({"gather": "inside"}, "gather=before"),
-        ({"block_k": 64}, "block_n and block_k of 128 or more"),
-        ({"block_n": 64}, "block_n and block_k of 128 or more"),
-    ],
-    ids=str,
+    "setting", [{"gather": "inside"}, {"block_k": 64}, {"block_n": 64}, {"lane_order": False}], ids=str
 )
-def test_lane_order_says_what_it_needs(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(LegalityError, match=reason):
-        EXPERTS.point({}, {"weights": "mxfp4", **LANE_ORDER, **settings}).check()
-    with pytest.raises(LegalityError, match="D = 3584, I = 96"):
-        EXPERTS.point({"I": 96}, {"weights": "mxfp4", **LANE_ORDER}).check()
+def test_one_knob_of_packed_experts_can_be_fixed(setting: dict[str, Any], poisoned_memory: None) -> None:
+    """What lane order needs is no reason to refuse the others: without it columns stay in the order of the weights."""
+    for T in (16, 1024, 8192):
+        assert EXPERTS.point({"T": T}, {"weights": "mxfp4", **setting}).reasons() == []
+    x = drawn(60, 9, 3, 384, 256, packed=True, routing="popular", seed=2)
+    with forced(EXPERTS, {**LANE_ORDER, **setting}, {}):
+        agrees(x)
+
+
+@pytest.mark.parametrize(
+    ("dims", "settings"), [({"I": 96}, {}), ({}, {"gather": "inside"}), ({}, {"weights": "plain"})], ids=str
+)
+def test_columns_are_put_in_lane_order_only_where_that_goes(dims: dict[str, int], settings: dict[str, Any]) -> None:
+    def first(settings: dict[str, Any]) -> str:
+        point = EXPERTS.point(dims, {"weights": "mxfp4", **LANE_ORDER, **settings})
+        return print_kernel(next(x.kernel for x in point.plan("torch").launches if x.label == "gate_up"))
+
+    assert first(settings) == first({**settings, "lane_order": False})
+    assert "permute" in first({"gather": "before"}) or dims
+
+
+def test_lane_order_is_not_searched_for_plain_weights() -> None:
+    for weights, choices in (("plain", (False,)), ("mxfp4", (False, True))):
+        space = Space(EXPERTS, {"T": 1024}, {"weights": weights}, get_target("sm_90a"), ("triton",))
+        assert next(p for p in space.knobs() if p.name == "lane_order").choices == choices
+        assert any(seed["lane_order"] for seed in space.seeds()) == (weights == "mxfp4")
 
 
 def test_scales_past_the_end_are_not_read(poisoned_memory: None) -> None:

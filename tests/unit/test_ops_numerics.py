@@ -84,7 +84,7 @@ def test_compile_warns_of_an_unbounded_exponential_and_takes_a_stated_bound() ->
 def test_every_op_is_planned_for_few_rows_that_are_compiled_in(name: str, backend: str, tokens: int) -> None:
     """Blocks are higher than the tensors: what whole blocks read is never run, and no reason to refuse the kernel."""
     op = get_op(name)
-    few = {d.name: tokens for d in op.dims if d.name in ("T", "R", "M")}
+    few = {d.name: tokens for d in op.dims if d.name in ("T", "R", "M", "S") and d.default}
     point = op.point(op.resolve_dims({**op.cpu_dims, **few}), {})
     if reasons := point.reasons():
         pytest.skip("; ".join(reasons))

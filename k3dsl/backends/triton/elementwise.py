@@ -126,6 +126,12 @@ def _e2m1_bf16(packed):
         "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, upper, lower], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
         pack=4)
 """,
+    "_opaque": """
+@triton.jit
+def _opaque(x):
+    # of a tile that a reshape puts in another order Triton lays the tile before it out in shared memory, some as it cannot
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+""",
     "_e8m0": """
 @triton.jit
 def _e8m0(scale):

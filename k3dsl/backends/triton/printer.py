@@ -25,11 +25,13 @@ ELEMENTWISE = frozenset({*COMPARE, *BITWISE, *BINARY, "where"})
 class Printer(ReductionPrinter):
     """State of one printing: names in use, indentation, helpers needed."""
 
-    def __init__(self, kernel: Kernel, schedule: TritonSchedule, asm: bool) -> None:
+    def __init__(self, kernel: Kernel, schedule: TritonSchedule, asm: bool, tensor_memory: bool = False) -> None:
+        """asm: inline PTX may be used. tensor_memory: products read their factors from tensor memory (tcgen05)."""
         Writer.__init__(self, RESERVED, depth=1)
         self.kernel = kernel
         self.schedule = schedule
         self.asm = asm
+        self.tensor_memory = asm and tensor_memory
         self.helpers: dict[str, str] = {}
         self.text_of: dict[int, str] = {}
         self.atomic: set[int] = set()

@@ -42,6 +42,7 @@ class ReductionPrinter(Writer):
     kernel: IRKernel
     schedule: TritonSchedule
     asm: bool
+    tensor_memory: bool
     helpers: dict[str, str]
     text_of: dict[int, str]
     atomic: set[int]
@@ -49,7 +50,7 @@ class ReductionPrinter(Writer):
 
     if TYPE_CHECKING:
 
-        def __init__(self, kernel: IRKernel, schedule: TritonSchedule, asm: bool) -> None: ...
+        def __init__(self, kernel: IRKernel, schedule: TritonSchedule, asm: bool, tensor_memory: bool) -> None: ...
         def text(self, v: Value) -> str: ...
         def atom(self, v: Value) -> str: ...
         def bind(
@@ -143,7 +144,7 @@ class ReductionPrinter(Writer):
         """A reduction or scan with its own combine, printed as a module-level function."""
         axis, region = op.attrs["axis"], op.regions[0]
         name = self.name(f"_combine_{self.kernel.name}")
-        inner = type(self)(IRKernel(name, [], [], [], (), region), self.schedule, self.asm)
+        inner = type(self)(IRKernel(name, [], [], [], (), region), self.schedule, self.asm, self.tensor_memory)
         for v in region.args:
             inner.text_of[id(v)] = inner.name(v.name, "x")
             inner.atomic.add(id(v))
@@ -183,10 +184,18 @@ class ReductionPrinter(Writer):
         narrow = dtype.bits < f32.bits and not (dtype.is_float and dtype.bits == 16)
         self.bind(op, f"{text}.to({TL_DTYPES[dtype.name]})" if narrow else text, atomic=True)
 
+    def _factor(self, value: Value, axis: int) -> str:
+        """A factor of a product, with its padding as zeros along the axis that is summed over."""
+        text, source = self._masked(value, axis), value.op
+        while source is not None and source.opcode in ("reshape", "permute"):
+            source = source.operands[0].op
+        reordered = source is not None and source is not value.op and source.opcode == "dequantize_mxfp4"
+        return f"{self.helper('_opaque')}({text})" if reordered and self.tensor_memory else text
+
     def op_dot(self, op: Op) -> None:
         a, b = op.operands[0], op.operands[1]
         n = a.type.rank
-        parts = [self._masked(a, n - 1), self._masked(b, n - 2)]
+        parts = [self._factor(a, n - 1), self._factor(b, n - 2)]
         if len(op.operands) == 3:
             parts.append(self.text(op.operands[2]))
         if a.dtype == f32:
