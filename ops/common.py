@@ -162,6 +162,27 @@ def head_constraints(dims: Mapping[str, Any]) -> list[str]:
     return [f"H = {H} value heads are no multiple of HK = {HK} query and key heads"] if HK and H % HK else []
 
 
+STATE_WIDTH = (16, 256)
+"""Of the keys and values whose products a state sums: a multiple of the first, up to the second."""
+
+
+def width_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], *names: str) -> list[str]:
+    """Why these widths of a head, of K and V, are none of a state, or V is not made up of blocks of block_v columns."""
+    least, most = STATE_WIDTH
+    odd = [n for n in names if dims[n] % least or not least <= dims[n] <= most]
+    if odd or dims["V"] % knobs["block_v"] == 0:
+        return [f"{n} = {dims[n]}, needs a multiple of {least} up to {most}: pad the head dim with zeros" for n in odd]
+    return [f"block_v {knobs['block_v']} does not divide V = {dims['V']}"]
+
+
+def value_block(width: int, most: int, least: int = 16) -> int:
+    """The widest block of value columns up to `most` that divides them; `least` where none does, which is refused then."""
+    block = most
+    while block > least and width % block:
+        block //= 2
+    return block
+
+
 def covering(choices: Sequence[int], size: int) -> int:
     """The least of some choices that is at least `size`, the greatest where none is: a tile for the CPU, whose time goes by
     steps and programs."""

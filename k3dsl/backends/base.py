@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,20 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
+
+
+SHOWN = 4
+"""Reasons that a message names; `k3dsl explain` lists all."""
+
+
+def all_of(reasons: Sequence[Reason]) -> str:
+    """The reasons as one text, each message once and no more than a few."""
+    first: dict[str, Reason] = {}
+    for reason in reasons:
+        first.setdefault(reason.message, reason)
+    texts = [str(reason) for reason in first.values()]
+    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return "; ".join([*texts[:SHOWN], *more])
 
 
 @dataclass(frozen=True)

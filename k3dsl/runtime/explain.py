@@ -41,7 +41,8 @@ class Explanation:
 
 
 def explain(point: Point, backend: str, target: Target) -> Explanation:
-    """Tries a point as far as it goes, launch by launch, and collects every reason on the way.
+    """Tries a point as far as it goes, launch by launch, and collects every reason on the way. One that the op itself refuses
+    is not built.
 
     Raises ArgumentError for settings that mean nothing (those of a schedule too).
     """
@@ -56,7 +57,7 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
     for launch in plan.launches:
         reasons = legality(launch, target)
         refusals += [Refusal(launch.label, reason) for reason in reasons]
-        if reasons:
+        if reasons or any(r.reason.code == "constraint" for r in refusals):
             continue
         try:
             verify(launch.kernel)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
-from k3dsl.ops.common import head_constraints
+from k3dsl.ops.common import head_constraints, value_block, width_constraints
 from k3dsl.ops.kda import judge, kernels, plans
 from k3dsl.ops.kda.check import KEY_WIDTHS
 from k3dsl.runtime.op import Dim, Knob, Op, Option
@@ -63,8 +63,7 @@ def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
     reasons = head_constraints(dims)
     if dims["K"] not in KEY_WIDTHS:
         reasons.append(f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros")
-    if dims["V"] % knobs["block_v"]:
-        reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
+    reasons += width_constraints(dims, knobs, "V")
     if options["dtype"] == f16 and knobs["factors"] == bf16:
         reasons.append("fp16 inputs need fp16 factors")
     if knobs["chunk"] < kernels.ROWS:
@@ -106,8 +105,7 @@ def forward_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
         # unnormalised keys make factors of any size, which fp16 cannot hold
         knobs["factors"] = f16 if options["dtype"] == f16 or options["l2norm"] else bf16
         knobs["block_v"] = 64
-    while dims["V"] % knobs["block_v"]:
-        knobs["block_v"] //= 2
+    knobs["block_v"] = value_block(dims["V"], knobs["block_v"])
     knobs["segments"] = segment_count(dims, knobs)
     if knobs["segments"] > 1:
         knobs["maps"] = "one"
@@ -230,15 +228,14 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = head_constraints(dims)
-    if dims["V"] % knobs["block_v"]:
-        reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
+    reasons += width_constraints(dims, knobs, "K", "V")
     return reasons
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """8 rows of a [V, K] state a program, one warp; 64 columns of a [K, V] one, fewer where the GPU would not fill."""
-    block = 8 if options["v_first"] else 64
-    while dims["V"] % block or (block > 16 and dims["B"] * dims["H"] * (dims["V"] // block) < 512):
+    block = value_block(dims["V"], 8 if options["v_first"] else 64, 8)
+    while block > 16 and dims["B"] * dims["H"] * (dims["V"] // block) < 512:
         block //= 2
     return {"block_v": block}
 

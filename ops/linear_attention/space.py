@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
-from k3dsl.ops.common import head_constraints
+from k3dsl.ops.common import head_constraints, value_block, width_constraints
 from k3dsl.ops.kda.space import decode_constraints, decode_dims, decode_rule, forward_dims
 from k3dsl.ops.linear_attention import judge, plans
 from k3dsl.runtime.op import Dim, Knob, Op, Option
@@ -48,8 +48,7 @@ _DOCS = {
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = head_constraints(dims)
-    if dims["V"] % knobs["block_v"]:
-        reasons.append(f"block_v {knobs['block_v']} does not divide V = {dims['V']}")
+    reasons += width_constraints(dims, knobs, "K", "V")
     if options["dtype"] == f16 and knobs.get("factors") == bf16:
         reasons.append("fp16 inputs need fp16 factors")
     return reasons
@@ -61,8 +60,7 @@ def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     wide = dims["K"] > 128
     knobs: dict[str, Any] = {"chunk": 16 if full or wide else 32}
     knobs["block_v"] = 32 if full or wide else 64
-    while dims["V"] % knobs["block_v"]:
-        knobs["block_v"] //= 2
+    knobs["block_v"] = value_block(dims["V"], knobs["block_v"])
     if "l2norm" in options and not full:
         # unnormalised keys make factors of any size, which fp16 cannot hold
         knobs["factors"] = f16 if options["dtype"] == f16 or options["l2norm"] else bf16

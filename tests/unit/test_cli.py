@@ -271,8 +271,11 @@ def test_explain_gives_every_reason_or_says_that_all_is_fine():
     shown = run("explain", "kda.decode", *SMALL).stdout
     assert "fine: nothing refuses these settings" in shown
     wrong = ("--dims", "H=1", "--set", "dtype=f16", "--set", "factors=bf16", "--set", "prep.stages.no=2")
-    result = run("explain", "kda.forward", *wrong, "--set", "scan.stages.chunks=16", status=1)
+    result = run("explain", "kda.forward", *wrong, status=1)
     assert "refused (constraint): fp16 inputs need fp16 factors" in result.stdout
+    assert "refused (unknown_label): prep: stages name the loop 'no'" in result.stdout
+    deep = ("--dims", "H=1", "--set", "prep.stages.no=2", "--set", "scan.stages.chunks=16")
+    result = run("explain", "kda.forward", *deep, status=1)
     assert "refused (unknown_label): prep: stages name the loop 'no'" in result.stdout
     assert "refused (resources): scan: needs" in result.stdout
     found = json.loads(run("explain", "kda.forward", *wrong, "--json", status=1).stdout)
@@ -376,3 +379,20 @@ def test_a_place_for_the_results_is_looked_at_before_the_work(tmp_path: Path, mo
         result = CliRunner().invoke(app, ["run", "rmsnorm", "--output", place])
         assert result.exit_code == 2
         assert re.search(r"cannot be written|is a folder", result.output + result.stderr)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_explain_builds_nothing_of_what_the_op_itself_refuses():
+    shown = run("explain", "causal_conv1d.update", "--dims", "P=7,W=3,T=100", status=1).stdout
+    assert "refused (constraint): T = 100 tokens, needs 1 to 16; use causal_conv1d for more" in shown
+    assert "what builds" not in shown
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    "op", ["kda.forward", "kda.decode", "gated_delta_rule", "delta_rule.decode", "linear_attention"]
+)
+def test_a_width_that_no_state_has_is_named_as_such(op):
+    """Not by the knob that the op's rule chose for it."""
+    shown = " ".join(run("explain", op, "--dims", "V=100", status=1).stdout.split())
+    assert "V = 100, needs a multiple of 16 up to 256: pad the head dim with zeros" in shown

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from triton_text import printed
 
+from k3dsl.backends.base import Reason, all_of
 from k3dsl.errors import LegalityError
 from k3dsl.language import (
     In,
@@ -150,3 +151,10 @@ def test_each_limit_of_the_backend_is_a_reason_with_the_users_line():
     assert "no tf32x3" in refused(thrice, target="gfx942")
     assert "sm_80 has no f8e4m3" in refused(eight, target="sm_80")
     assert "exceed 1024 threads" in refused(eight, target="gfx942", num_warps=32)
+
+
+def test_a_refusal_says_each_reason_once_and_a_few_of_many() -> None:
+    same = [Reason("tile", "is too large", f"k.py:{n}") for n in range(9)]
+    assert all_of(same) == "k.py:0: is too large"
+    many = [Reason("tile", f"number {n}") for n in range(7)]
+    assert all_of(many) == "number 0; number 1; number 2; number 3; and 3 more"

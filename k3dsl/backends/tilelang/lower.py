@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3dsl.backends.base import RESOURCES, Source
+from k3dsl.backends.base import RESOURCES, Source, all_of
 from k3dsl.backends.printing import arguments
 from k3dsl.backends.tilelang.legality import check
 from k3dsl.backends.tilelang.placement import Placement
@@ -25,7 +25,7 @@ def lower(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> Source:
     if reasons:
         error = ResourceError if all(r.code in RESOURCES for r in reasons) else LegalityError
         raise error(
-            f"{kernel.name} cannot be lowered to TileLang for {target.name}: " + "; ".join(map(str, reasons)),
+            f"{kernel.name} cannot be lowered to TileLang for {target.name}: {all_of(reasons)}",
             where=reasons[0].where,
         )
     identity = kernel_hash(kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3dsl.backends.base import Source
+from k3dsl.backends.base import Source, all_of
 from k3dsl.backends.printing import arguments
 from k3dsl.backends.triton.legality import check
 from k3dsl.backends.triton.printer import Printer
@@ -27,7 +27,7 @@ def lower(kernel: Kernel, schedule: TritonSchedule, target: Target, *, portable:
     if reasons:
         error = ResourceError if all(r.code == "shared_memory" for r in reasons) else LegalityError
         raise error(
-            f"{kernel.name} cannot be lowered to Triton for {target.name}: " + "; ".join(map(str, reasons)),
+            f"{kernel.name} cannot be lowered to Triton for {target.name}: {all_of(reasons)}",
             where=reasons[0].where,
         )
     identity = kernel_hash(kernel)
