@@ -162,17 +162,15 @@ def head_constraints(dims: Mapping[str, Any]) -> list[str]:
     return [f"H = {H} value heads are no multiple of HK = {HK} query and key heads"] if HK and H % HK else []
 
 
-STATE_WIDTH = (16, 256)
-"""Of the keys and values whose products a state sums: a multiple of the first, up to the second."""
+def width_constraints(dims: Mapping[str, Any], **most: int) -> list[str]:
+    """Why the widths of heads are not what kernels take: multiples of 16, each up to its most."""
+    odd = [n for n, top in most.items() if dims[n] % 16 or not 16 <= dims[n] <= top]
+    return [f"{n} = {dims[n]}, needs a multiple of 16 up to {most[n]}: pad it with zeros" for n in odd]
 
 
-def width_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], *names: str) -> list[str]:
-    """Why these widths of a head, of K and V, are none of a state, or V is not made up of blocks of block_v columns."""
-    least, most = STATE_WIDTH
-    odd = [n for n in names if dims[n] % least or not least <= dims[n] <= most]
-    if odd or dims["V"] % knobs["block_v"] == 0:
-        return [f"{n} = {dims[n]}, needs a multiple of {least} up to {most}: pad the head dim with zeros" for n in odd]
-    return [f"block_v {knobs['block_v']} does not divide V = {dims['V']}"]
+def block_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any]) -> list[str]:
+    """Why V is not made up of blocks of block_v value columns."""
+    return [f"block_v {knobs['block_v']} does not divide V = {dims['V']}"] if dims["V"] % knobs["block_v"] else []
 
 
 def value_block(width: int, most: int, least: int = 16) -> int:

@@ -76,7 +76,12 @@ class CompiledKernel:
         tensors: dict[str, torch.Tensor] = {}
         for name, dtype, rank, contiguous in self._expected:
             t = given.pop(name, None)
-            if t is None or t.dtype != dtype or t.dim() != rank or (contiguous and not t.is_contiguous()):
+            if (
+                not isinstance(t, torch.Tensor)
+                or t.dtype != dtype
+                or t.dim() != rank
+                or (contiguous and not t.is_contiguous())
+            ):
                 raise self._refused(name, t, dtype, rank)
             tensors[name] = t
         for dim, name, axis, stride in self._dims:
@@ -109,6 +114,9 @@ class CompiledKernel:
         kernel = self.ir.name
         if t is None:
             return ArgumentError(f"kernel {kernel}: tensor {name!r} is missing", fix=f"pass {name}=...")
+        if not isinstance(t, torch.Tensor):
+            kind = type(t).__name__
+            return ArgumentError(f"kernel {kernel}: {name} is a {kind}, no tensor", fix=f"torch.as_tensor({name})")
         if t.dtype != dtype:
             return ArgumentError(
                 f"kernel {kernel}: {name} is {t.dtype}, compiled for {dtype}", fix=f"{name}.to({dtype})"
@@ -188,6 +196,15 @@ def compile(
     Warns:
         NumericsWarning: an exponential whose argument has no provable bound; see k3dsl.passes.exponents.
     """
+    if not isinstance(kernel, Kernel):
+        raise ArgumentError(
+            f"{kernel!r} is no kernel", fix="put @kernel(grid=...) from k3dsl.language before the function"
+        )
+    for name, value in dims.items():
+        if isinstance(value, bool) or not isinstance(value, (int, Sym, Expr)) or (isinstance(value, int) and value < 0):
+            raise ArgumentError(
+                f"dims[{name!r}] is {value!r}", fix="an int of at least 0, which is compiled in, or a Sym"
+            )
     specs = {name: _spec(name, value) for name, value in (tensors or {}).items()}
     ir = kernel.trace(dims, knobs, specs)
     verify(ir)

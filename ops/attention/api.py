@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from k3dsl.ops.attention.decode_space import ATTENTION_DECODE
-from k3dsl.ops.attention.space import ATTENTION
+from k3dsl.ops.attention.space import ATTENTION, MAX_WIDTH
 from k3dsl.ops.common import Caller, check_contiguous_rows, check_numbers, check_rank, check_same, check_tensor, fail
 from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.replay import replayed
@@ -16,7 +16,6 @@ from k3dsl.runtime.replay import replayed
 _call = Caller(ATTENTION)
 _decode = Caller(ATTENTION_DECODE)
 _PRECISIONS = ("ieee", "tf32x3", "tf32")
-MAX_WIDTH = 256
 
 
 @torch_op("attention")

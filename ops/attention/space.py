@@ -14,6 +14,9 @@ from k3dsl.ops.attention import kernels, reference
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 from k3dsl.runtime.plan import Plan
 
+MAX_WIDTH = 256
+"""Of a head's queries and keys, and of its values."""
+
 
 def derived_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """HK, V and S follow from H, D and T where they are 0."""
@@ -55,7 +58,8 @@ def tilelang_schedule(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    reasons, (T, S) = common.head_constraints(dims), (dims["T"], dims["S"])
+    reasons = common.head_constraints(dims) + common.width_constraints(dims, D=MAX_WIDTH, V=MAX_WIDTH)
+    T, S = dims["T"], dims["S"]
     if options["causal"] and isinstance(T, int) and isinstance(S, int) and S < T:
         reasons.append(f"S = {S} keys for T = {T} queries: a causal mask needs as many")
     return reasons

@@ -38,6 +38,8 @@ def plan(
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
+    if not 1 <= dims["D"] <= MAX_WIDTH:
+        return [f"D = {dims['D']}, needs 1 to {MAX_WIDTH}"]
     held = knobs["tokens"] * knobs["heads"] * pow2(dims["D"])
     if held > 2048 * knobs["num_warps"]:
         return [f"{held} elements do not fit the registers of {knobs['num_warps']} warps; take more, or fewer heads"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
-from k3dsl.ops.common import head_constraints, value_block, width_constraints
+from k3dsl.ops.common import block_constraints, head_constraints, value_block, width_constraints
 from k3dsl.ops.kda import judge, kernels, plans
-from k3dsl.ops.kda.check import KEY_WIDTHS
+from k3dsl.ops.kda.check import KEY_WIDTHS, MAX_VALUE_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 
 PLACES = 264
@@ -63,7 +63,7 @@ def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], optio
     reasons = head_constraints(dims)
     if dims["K"] not in KEY_WIDTHS:
         reasons.append(f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros")
-    reasons += width_constraints(dims, knobs, "V")
+    reasons += width_constraints(dims, V=MAX_VALUE_WIDTH) or block_constraints(dims, knobs)
     if options["dtype"] == f16 and knobs["factors"] == bf16:
         reasons.append("fp16 inputs need fp16 factors")
     if knobs["chunk"] < kernels.ROWS:
@@ -228,7 +228,7 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = head_constraints(dims)
-    reasons += width_constraints(dims, knobs, "K", "V")
+    reasons += width_constraints(dims, K=MAX_VALUE_WIDTH, V=MAX_VALUE_WIDTH) or block_constraints(dims, knobs)
     return reasons
 
 

@@ -17,10 +17,9 @@ from k3dsl.ops.common import (
     fail,
 )
 from k3dsl.ops.kda.check import KEY_WIDTHS, STATE_DTYPES
-from k3dsl.ops.kda_step.space import MAX_TOKENS, MAX_VALUE_WIDTH
+from k3dsl.ops.kda_step.space import MAX_TOKENS, MAX_VALUE_WIDTH, WIDTHS
 from k3dsl.runtime.dispatch import ALIGNMENT
 
-WIDTHS = (2, 3, 4)
 QKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | list[torch.Tensor]
 
 

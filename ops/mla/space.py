@@ -9,7 +9,9 @@ import torch
 
 from k3dsl.ir.symbols import Sym
 from k3dsl.ir.types import bf16, f16, f32
+from k3dsl.ops import common
 from k3dsl.ops.mla import judge, plans
+from k3dsl.ops.mla.check import MAX_LATENT, MAX_TOKENS, MAX_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 from k3dsl.targets import device_facts
 
@@ -47,7 +49,8 @@ def prefill_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
 def prefill_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     group = knobs["head_group"]
-    return [f"head_group {group} does not divide H = {dims['H']}"] if dims["H"] % group else []
+    uneven = [f"head_group {group} does not divide H = {dims['H']}"] if dims["H"] % group else []
+    return common.width_constraints(dims, D=MAX_WIDTH, E=MAX_WIDTH, V=MAX_WIDTH) + uneven
 
 
 def prefill_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
@@ -146,11 +149,21 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
     return plans.table_dims(given)
 
 
+def cache_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Why there is no such cache."""
+    odd = dims["page"] % 16 or not dims["page"]
+    pages = [f"page = {dims['page']} tokens, needs a multiple of 16"] if odd else []
+    return common.width_constraints(dims, C=MAX_LATENT, E=MAX_WIDTH) + pages
+
+
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
+    reasons = cache_constraints(dims, knobs, options)
+    if not 1 <= dims["T"] <= MAX_TOKENS:
+        reasons.append(f"T = {dims['T']} new tokens, needs 1 to {MAX_TOKENS}; use mla.prefill for more")
     if knobs["block_h"] * dims["C"] > 64 * 512:
-        return [f"{knobs['block_h']} rows of C = {dims['C']} sums do not fit a program's registers"]
-    return []
+        reasons.append(f"{knobs['block_h']} rows of C = {dims['C']} sums do not fit a program's registers")
+    return reasons
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
@@ -247,6 +260,7 @@ CACHE_WRITE = Op(
     reference=judge.write_reference,
     mutates=("kv_cache",),
     limits=judge.write_limits,
+    constraints=cache_constraints,
     traffic_bytes=judge.write_traffic,
     cpu_dims={"N": 256, "pages": 8},
 )

@@ -27,7 +27,7 @@ def normal(
 
 
 def choices(T: int, E: int, K: int, device: Any, seed: int, routing: str = "uniform") -> torch.Tensor:
-    """ids [T, K] int32, distinct in a token.
+    """ids [T, K] int32, distinct in a token as far as there are experts.
 
     routing: 'uniform'; 'popular' (expert e is wanted like 1 / (e + 1)); 'first-half' (the others get nothing); 'one' (every
     first choice is expert 0, the rest is dropped); 'dropped' (uniform, every tenth choice -1 or past the last expert).
@@ -37,7 +37,9 @@ def choices(T: int, E: int, K: int, device: Any, seed: int, routing: str = "unif
         taste = taste.log() * torch.arange(1, E + 1, device=device)  # exponential races
     if routing == "first-half":
         taste[:, max(K, E // 2) :] -= 2.0
-    ids = taste.topk(K, dim=1).indices.to(torch.int32) if T else torch.empty((0, K), dtype=torch.int32, device=device)
+    ids = torch.empty((0, K), dtype=torch.int32, device=device)
+    if T:
+        ids = taste.topk(min(K, E), dim=1).indices.to(torch.int32).repeat(1, -(-K // E))[:, :K]
     if routing == "one":
         ids.fill_(-1)[:, 0] = 0
     if routing == "dropped":

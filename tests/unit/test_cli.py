@@ -390,9 +390,25 @@ def test_explain_builds_nothing_of_what_the_op_itself_refuses():
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
-    "op", ["kda.forward", "kda.decode", "gated_delta_rule", "delta_rule.decode", "linear_attention"]
+    ("op", "dims", "says"),
+    [
+        ("kda.forward", "V=100", "V = 100, needs a multiple of 16 up to 256: pad it with zeros"),
+        ("kda.decode", "V=1", "V = 1, needs a multiple of 16 up to 256"),
+        ("gated_delta_rule", "V=100", "V = 100, needs a multiple of 16"),
+        ("delta_rule.decode", "K=100", "K = 100, needs a multiple of 16"),
+        ("linear_attention", "K=7,V=5", "K = 7, needs a multiple of 16"),
+        ("attention", "D=100,H=3", "D = 100, needs a multiple of 16 up to 256"),
+        ("attention", "T=5,S=3", "S = 3 keys for T = 5 queries: a causal mask needs as many"),
+        ("attention.decode", "D=512", "D = 512, needs a multiple of 16 up to 256"),
+        ("mla.prefill", "D=100,E=20,V=60", "E = 20, needs a multiple of 16 up to 256"),
+        ("mla.decode", "C=500,E=60", "C = 500, needs a multiple of 16 up to 512"),
+        ("mla.decode", "page=3", "page = 3 tokens, needs a multiple of 16"),
+        ("mla.cache_write", "C=7,E=3,page=5", "C = 7, needs a multiple of 16 up to 512"),
+        ("kda.step", "W=5", "W = 5 taps, supported are 2, 3, 4"),
+        ("gated_rmsnorm", "D=20000", "D = 20000, needs 1 to 16384"),
+    ],
 )
-def test_a_width_that_no_state_has_is_named_as_such(op):
-    """Not by the knob that the op's rule chose for it."""
-    shown = " ".join(run("explain", op, "--dims", "V=100", status=1).stdout.split())
-    assert "V = 100, needs a multiple of 16 up to 256: pad the head dim with zeros" in shown
+def test_explain_refuses_what_a_call_refuses(op, dims, says):
+    """By the dim, not by the knob that the op's rule chose for it."""
+    shown = run("explain", op, "--dims", dims, "--static", status=1).stdout
+    assert f"refused (constraint): {says}" in " ".join(shown.split())

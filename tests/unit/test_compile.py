@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,3 +106,18 @@ def test_a_grid_that_no_gpu_takes_is_refused_before_the_launch(monkeypatch):
     tall = torch.empty(65536, 8)
     with pytest.raises(LaunchError, match="1 x 65536 x 1 programs"):
         bound.run({"x": tall, "o": tall}, {"T": 65536})
+
+
+@pytest.mark.parametrize("value", [7.0, "7", True, -1, None])
+def test_a_dim_that_is_no_number_is_named(value: object) -> None:
+    with pytest.raises(ArgumentError, match=r"dims\['D'\] is"):
+        compiled(D=value)
+
+
+def test_a_function_that_is_no_kernel_and_an_array_that_is_no_tensor_are_named() -> None:
+    with pytest.raises(ArgumentError, match="is no kernel"):
+        k3dsl.compile(lambda d, c: None, dims={}, target="cpu")  # type: ignore[arg-type]
+    run = compiled()
+    for x in ([1.0, 2.0], np.zeros((4, 8), dtype=np.float32)):
+        with pytest.raises(ArgumentError, match="x is a .*, no tensor"):
+            run(**{**tensors(), "x": x})

@@ -10,7 +10,7 @@ import torch
 
 from k3dsl import ops
 from k3dsl.errors import ArgumentError
-from k3dsl.ops.moe import reference
+from k3dsl.ops.moe import inputs, reference
 from k3dsl.ops.moe.space import ROUTER, SORT, TOPK
 from k3dsl.ops.registry import get_op, op_names
 from k3dsl.runtime.judge import cases_of
@@ -285,3 +285,9 @@ def test_the_selection_takes_any_top_k_and_never_repeats_an_expert() -> None:
         assert torch.equal(ids.long(), wanted)
         torch.testing.assert_close(weights.sum(1), torch.ones(5))
     assert TOPK.point({"E": 4, "K": 5}, {}).reasons() == ["top_k K = 5 of E = 4 experts"]
+
+
+def test_more_choices_than_experts_are_drawn_again() -> None:
+    ids = inputs.choices(5, 7, 16, "cpu", 0)
+    assert ids.shape == (5, 16)
+    assert all(row[:7].unique().numel() == 7 for row in ids)
