@@ -119,5 +119,5 @@ def test_a_function_that_is_no_kernel_and_an_array_that_is_no_tensor_are_named()
         k3dsl.compile(lambda d, c: None, dims={}, target="cpu")  # type: ignore[arg-type]
     run = compiled()
     for x in ([1.0, 2.0], np.zeros((4, 8), dtype=np.float32)):
-        with pytest.raises(ArgumentError, match="x is a .*, no tensor"):
+        with pytest.raises(ArgumentError, match=r"x is a .*, no tensor"):
             run(**{**tensors(), "x": x})
