@@ -310,6 +310,8 @@ def _chosen(op: str, what: str, entry: Knob | Option, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ArgumentError(f"{op}: {what} {entry.name} cannot be {value!r}", fix="give a number, or none")
         return value
+    if value is None and None not in entry.choices and "none" in entry.choices:
+        value = "none"  # as --set reads the word
     for choice in entry.choices:
         if choice == value:  # 1 is True, 2.0 is 2: the choice is what counts
             return choice

@@ -412,3 +412,8 @@ def test_explain_refuses_what_a_call_refuses(op, dims, says):
     """By the dim, not by the knob that the op's rule chose for it."""
     shown = run("explain", op, "--dims", dims, "--static", status=1).stdout
     assert f"refused (constraint): {says}" in " ".join(shown.split())
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_choice_that_is_called_none_can_be_given():
+    assert "1 of 1" in run("run", "kda.decode", "--dims", "B=1,H=1,slots=1", "--set", "gate=none").stdout
