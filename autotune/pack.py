@@ -163,7 +163,7 @@ def check(row: Winner, toolchain: bool = True) -> list[str]:
             return [f"its dims are not those of {row.key.op}"]
         if target is not None and any(launch.backend == "torch" for launch in plan.launches):
             return [f"backend torch generates no code for {target.name}"]
-        reasons = [] if not toolchain else foreign([x.backend for x in plan.launches], row)
+        reasons = foreign([x.backend for x in plan.launches], row, toolchain)
         hashes = {launch.label: kernel_hash(launch.kernel) for launch in plan.launches}
         for label in sorted({*hashes, *row.key.ir}):
             if hashes.get(label) != row.key.ir.get(label):
@@ -177,11 +177,15 @@ def check(row: Winner, toolchain: bool = True) -> list[str]:
         return [f"its settings cannot be used ({type(error).__name__}: {error})"]
 
 
-def foreign(backends: Iterable[str], row: Winner) -> list[str]:
-    """How the toolchain that a winner was tuned with differs from the one installed here."""
-    have = toolchain_of(backends, target_of(row.key.gpu))
-    return [
-        f"tuned with {name} {row.key.toolchain.get(name, 'missing')}, here is {have.get(name, 'missing')}"
-        for name in sorted({*have, *row.key.toolchain})
-        if have.get(name) != row.key.toolchain.get(name)
-    ]
+def foreign(backends: Iterable[str], row: Winner, here: bool = True) -> list[str]:
+    """How the toolchain of a winner's key is not that of its launches or, with `here`, not the one installed here."""
+    have, named = toolchain_of(backends, target_of(row.key.gpu)), row.key.toolchain
+    found = []
+    if names := sorted(set(named) - set(have)):
+        found.append(f"its key names {', '.join(names)}, which no launch of it goes through now: tune it again")
+    if names := sorted(set(have) - set(named)):
+        found.append(f"its key does not name {', '.join(names)}, which launches of it go through now: tune it again")
+    if here:
+        both = sorted(set(have) & set(named))
+        found += [f"tuned with {name} {named[name]}, here is {have[name]}" for name in both if have[name] != named[name]]
+    return found

@@ -159,21 +159,21 @@ class Space:
 
     def seeds(self) -> list[Settings]:
         """The op's own good guesses, without the default: its seeds and its rule on every other backend."""
-        idle = {knob.name: self.default()[knob.name] for knob in self.op.knobs if not self._means(knob)}
+        default = self.default()
+        idle = {knob.name: default[knob.name] for knob in self.op.knobs if not self._means(knob)}
         found = [
-            self.default()
-            | {n: plain(v) for n, v in seed.items() if n not in self.fixed and not self._first_anyway(n, v)}
+            default | {n: plain(v) for n, v in seed.items() if n not in self.fixed and not self._first_anyway(n, v)}
             for seed in self.op.seeds
             if all(n not in idle or v == idle[n] for n, v in seed.items())
             and all(self._may_run(n, v) for n, v in seed.items() if n.endswith(".backend"))
         ]
-        plans = self._traced(self.default())
+        plans = self._traced(default)
         if not isinstance(plans, Reason):
             labels = [launch.label for launch in plans[self.backends[0]].launches]
             for backend in self.backends[1:]:
                 moved = {f"{label}.backend": backend for label in labels if f"{label}.backend" not in self.fixed}
-                found.append(self.default() | moved)
-        unique = {self.text(point): point for point in found if self.text(point) != self.text(self.default())}
+                found.append(default | moved)
+        unique = {self.text(point): point for point in found if self.text(point) != self.text(default)}
         return list(unique.values())
 
     def _means(self, knob: Knob) -> bool:

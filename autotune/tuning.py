@@ -81,8 +81,8 @@ def tune(
     many. stop_share: stop at that share of the roofline, on a GPU. seed: of the search. resume: go on where the same sweep
     stopped, or begin anew. devices: numbers of GPUs that work on it; None: all of the first one's kind. workers: processes on
     a CPU. storage: a study that other machines share: an optuna URL ('sqlite:///FILE', 'postgresql://...') or the path of a
-    file. keep: whether the winner is kept. watch: (problem, budget)
-    -> a context manager that gives what is called after every step.
+    file. keep: whether the winner is kept. watch: (problem, budget) -> a context manager that gives what is called after every
+    step.
 
     A sweep begins in this process and runs candidates in others. It writes every trial to a journal, from which a killed one
     goes on; Ctrl-C ends it with Result.interrupted. Raises LockedError after k3dsl.lock(), UnknownNameError, ArgumentError,

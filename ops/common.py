@@ -162,15 +162,21 @@ def head_constraints(dims: Mapping[str, Any]) -> list[str]:
     return [f"H = {H} value heads are no multiple of HK = {HK} query and key heads"] if HK and H % HK else []
 
 
+def is_width(width: int, most: int) -> bool:
+    """Whether kernels take heads of that width: a multiple of 16."""
+    return width % 16 == 0 and 16 <= width <= most
+
+
 def width_constraints(dims: Mapping[str, Any], **most: int) -> list[str]:
-    """Why the widths of heads are not what kernels take: multiples of 16, each up to its most."""
-    odd = [n for n, top in most.items() if dims[n] % 16 or not 16 <= dims[n] <= top]
+    """Why the widths of heads, each up to its most, are not what kernels take."""
+    odd = [n for n, top in most.items() if not is_width(dims[n], top)]
     return [f"{n} = {dims[n]}, needs a multiple of 16 up to {most[n]}: pad it with zeros" for n in odd]
 
 
-def block_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any]) -> list[str]:
-    """Why V is not made up of blocks of block_v value columns."""
-    return [f"block_v {knobs['block_v']} does not divide V = {dims['V']}"] if dims["V"] % knobs["block_v"] else []
+def state_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], **most: int) -> list[str]:
+    """Why the widths are those of no state, or V is not made up of blocks of block_v value columns."""
+    uneven = [f"block_v {knobs['block_v']} does not divide V = {dims['V']}"] if dims["V"] % knobs["block_v"] else []
+    return width_constraints(dims, **most) or uneven
 
 
 def value_block(width: int, most: int, least: int = 16) -> int:
@@ -308,6 +314,12 @@ def check_rank(name: str, x: torch.Tensor, rank: int, dims: str, remedy: str) ->
     """Raises ArgumentError unless x has `rank` dims; `dims` names them."""
     if x.dim() != rank:
         fail(name, f"has shape {list(x.shape)}, needs {rank} dims {dims}", f"pass {remedy}")
+
+
+def check_width(name: str, dim: str, width: int, most: int) -> None:
+    """Raises ArgumentError unless the last axis of a tensor is as wide as kernels take it."""
+    if not is_width(width, most):
+        fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {most}", "pad the last dim with zeros")
 
 
 def check_same(name: str, x: torch.Tensor, other: str, y: torch.Tensor, dtype: bool = True) -> None:

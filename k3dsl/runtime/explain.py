@@ -47,17 +47,18 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
     Raises ArgumentError for settings that mean nothing (those of a schedule too).
     """
     refusals = [Refusal(None, Reason("constraint", text)) for text in point.reasons()]
+    refused = bool(refusals)
     try:
         plan = point.op.plan(point.dims, point.knobs, point.options, backend, point.schedules)
     except (TraceError, VerifyError, LegalityError) as error:
-        if not refusals:  # else the constraint says it better
+        if not refused:  # else the constraint says it better
             refusals.append(_refusal(None, error))
         return Explanation(tuple(refusals), (), None)
     built: list[tuple[Launch, Artifact]] = []
     for launch in plan.launches:
         reasons = legality(launch, target)
         refusals += [Refusal(launch.label, reason) for reason in reasons]
-        if reasons or any(r.reason.code == "constraint" for r in refusals):
+        if reasons or refused:
             continue
         try:
             verify(launch.kernel)

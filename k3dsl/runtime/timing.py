@@ -274,12 +274,13 @@ def launch_times(op: Op, call: Call, rates: Ceilings, rep_ms: int = 200) -> list
     found = []
     for launch in call.executable.launches:
         label = launch.launch.label
+        must = work[label]
 
         def run(launch: Any = launch) -> None:
             call.executable.run_alone(launch, call.tensors, call.dims)
 
         timing = measure(run, call.executable.device, rep_ms=rep_ms)
-        found.append(LaunchTime(label, timing, work[label].bytes, work[label].floor_ms(rates), work[label].flops))
+        found.append(LaunchTime(label, timing, must.bytes, must.floor_ms(rates), must.flops))
     return found
 
 

@@ -9,7 +9,16 @@ import torch
 
 from k3dsl.ops.attention.decode_space import ATTENTION_DECODE
 from k3dsl.ops.attention.space import ATTENTION, MAX_WIDTH
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_numbers, check_rank, check_same, check_tensor, fail
+from k3dsl.ops.common import (
+    Caller,
+    check_contiguous_rows,
+    check_numbers,
+    check_rank,
+    check_same,
+    check_tensor,
+    check_width,
+    fail,
+)
 from k3dsl.ops.registration import torch_op
 from k3dsl.runtime.replay import replayed
 
@@ -210,8 +219,7 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, va
     if HK == 0 or H % HK:
         fail(key, f"has HK = {HK} heads, of which q's H = {H} is no multiple", "repeat or drop heads")
     for name, width, dim in (("q", D, "D"), (value, V, "V")):
-        if width % 16 or not 16 <= width <= MAX_WIDTH:
-            fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {MAX_WIDTH}", "pad the last dim with zeros")
+        check_width(name, dim, width, MAX_WIDTH)
     return T, S
 
 

@@ -294,10 +294,8 @@ def attnres(
     query = _row_vector(query)
     _check_site(prefix, query, key_norm, norm_weight, snapshot, eps, norm_eps, return_h)
     shape, N = prefix.shape, bank.shape[0]
-    rows, flat = (
-        bank.reshape(N, -1, shape[-1]) if N else bank.reshape(0, shape[:-1].numel(), shape[-1]),
-        rows_of(prefix),
-    )
+    flat = rows_of(prefix)
+    rows = bank.reshape(N, *flat.shape)
     if logits is not None:
         _check_statistics("logits", logits, prefix, (flat.shape[0], N), "[T, N]")
     if snapshot is None and logits is None:

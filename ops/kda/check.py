@@ -18,6 +18,7 @@ from k3dsl.ops.common import (
     dtype_name,
     fail,
     has_data,
+    is_width,
 )
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -193,7 +194,7 @@ def _check_tokens(
         )
     if width not in KEY_WIDTHS:
         fail("q", f"has K = {width}, supported are {', '.join(map(str, KEY_WIDTHS))}", "pad the head dim with zeros")
-    if value_width % 16 or not 16 <= value_width <= MAX_VALUE_WIDTH:
+    if not is_width(value_width, MAX_VALUE_WIDTH):
         fail("v", f"has V = {value_width}, needs a multiple of 16 up to {MAX_VALUE_WIDTH}", "pad v with zeros")
 
     if q.dtype not in INPUT_DTYPES:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
-from k3dsl.ops.common import block_constraints, head_constraints, value_block, width_constraints
+from k3dsl.ops.common import head_constraints, state_constraints, value_block
 from k3dsl.ops.kda import judge, kernels, plans
 from k3dsl.ops.kda.check import KEY_WIDTHS, MAX_VALUE_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
@@ -58,12 +58,18 @@ def forward_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
     return d
 
 
+def key_constraints(dims: Mapping[str, Any]) -> list[str]:
+    """Why keys are of no width that KDA's kernels take."""
+    widths = ", ".join(map(str, KEY_WIDTHS))
+    known = dims["K"] in KEY_WIDTHS
+    return [] if known else [f"K = {dims['K']}, supported are {widths}: pad the head dim with zeros"]
+
+
 def forward_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = head_constraints(dims)
-    if dims["K"] not in KEY_WIDTHS:
-        reasons.append(f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros")
-    reasons += width_constraints(dims, V=MAX_VALUE_WIDTH) or block_constraints(dims, knobs)
+    reasons += key_constraints(dims)
+    reasons += state_constraints(dims, knobs, V=MAX_VALUE_WIDTH)
     if options["dtype"] == f16 and knobs["factors"] == bf16:
         reasons.append("fp16 inputs need fp16 factors")
     if knobs["chunk"] < kernels.ROWS:
@@ -227,9 +233,7 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    reasons = head_constraints(dims)
-    reasons += width_constraints(dims, K=MAX_VALUE_WIDTH, V=MAX_VALUE_WIDTH) or block_constraints(dims, knobs)
-    return reasons
+    return head_constraints(dims) + state_constraints(dims, knobs, K=MAX_VALUE_WIDTH, V=MAX_VALUE_WIDTH)
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from k3dsl.ops.causal_conv1d.space import WIDTHS
 from k3dsl.ops.common import (
     check_contiguous_rows,
     check_rank,
@@ -15,9 +16,10 @@ from k3dsl.ops.common import (
     check_tensor,
     dtype_name,
     fail,
+    is_width,
 )
 from k3dsl.ops.kda.check import KEY_WIDTHS, STATE_DTYPES
-from k3dsl.ops.kda_step.space import MAX_TOKENS, MAX_VALUE_WIDTH, WIDTHS
+from k3dsl.ops.kda_step.space import MAX_TOKENS, MAX_VALUE_WIDTH
 from k3dsl.runtime.dispatch import ALIGNMENT
 
 QKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | list[torch.Tensor]
@@ -133,7 +135,7 @@ def _check_widths(T: int, K: int, V: int) -> None:
         fail("g", f"has Tq = {T} tokens, needs 1 to {MAX_TOKENS}", "use kda for more, with causal_conv1d before it")
     if K not in KEY_WIDTHS:
         fail("g", f"has K = {K}, supported are {', '.join(map(str, KEY_WIDTHS))}", "pad the head dim with zeros")
-    if V % 16 or not 16 <= V <= MAX_VALUE_WIDTH:
+    if not is_width(V, MAX_VALUE_WIDTH):
         fail("output_gate", f"has V = {V}, needs a multiple of 16 up to {MAX_VALUE_WIDTH}", "use the three ops")
 
 

@@ -8,13 +8,12 @@ from typing import Any
 from k3dsl.backends.triton.text import pow2
 from k3dsl.ir.types import bf16, f16, f32, i32
 from k3dsl.ops import common
-from k3dsl.ops.kda.check import KEY_WIDTHS
+from k3dsl.ops.causal_conv1d.space import WIDTHS
+from k3dsl.ops.kda.space import key_constraints
 from k3dsl.ops.kda_step import judge, kernels
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 from k3dsl.runtime.plan import Plan
 
-WIDTHS = (2, 3, 4)
-"""Taps of the convolution."""
 MAX_TOKENS = 8
 """Most tokens of one request in a call."""
 MAX_VALUE_WIDTH = 128
@@ -75,8 +74,7 @@ def step_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options:
         reasons.append(f"T = {dims['T']} tokens, needs 1 to {MAX_TOKENS}; use kda.forward for more")
     if dims["W"] not in WIDTHS:
         reasons.append(f"W = {dims['W']} taps, supported are {', '.join(map(str, WIDTHS))}")
-    if dims["K"] not in KEY_WIDTHS:
-        reasons.append(f"K = {dims['K']}, supported are {', '.join(map(str, KEY_WIDTHS))}: pad the head dim with zeros")
+    reasons += key_constraints(dims)
     if dims["V"] % 16 or not dims["V"]:
         reasons.append(f"V = {dims['V']}, needs a multiple of 16: pad it with zeros")
     if dims["V"] > MAX_VALUE_WIDTH:

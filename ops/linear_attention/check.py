@@ -13,6 +13,7 @@ from k3dsl.ops.common import (
     check_rank,
     check_same,
     check_tensor,
+    check_width,
     fail,
     has_data,
 )
@@ -43,8 +44,7 @@ def check_tokens(
     if H == 0 or HV == 0 or HV % H:
         fail("v", f"has HV = {HV} heads, not a multiple of q's H = {H}", "repeat or drop heads")
     for name, width, dim in (("q", K, "K"), ("v", V, "V")):
-        if width % 16 or not 16 <= width <= MAX_WIDTH:
-            fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {MAX_WIDTH}", "pad the last dim with zeros")
+        check_width(name, dim, width, MAX_WIDTH)
     for name, rate in rates.items():
         check_tensor(name, rate)
         assert rate is not None

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
-from k3dsl.ops.common import block_constraints, head_constraints, value_block, width_constraints
+from k3dsl.ops.common import head_constraints, state_constraints, value_block
 from k3dsl.ops.kda.space import decode_constraints, decode_dims, decode_rule, forward_dims
 from k3dsl.ops.linear_attention import judge, plans
 from k3dsl.ops.linear_attention.check import MAX_WIDTH
@@ -49,7 +49,7 @@ _DOCS = {
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = head_constraints(dims)
-    reasons += width_constraints(dims, K=MAX_WIDTH, V=MAX_WIDTH) or block_constraints(dims, knobs)
+    reasons += state_constraints(dims, knobs, K=MAX_WIDTH, V=MAX_WIDTH)
     if options["dtype"] == f16 and knobs.get("factors") == bf16:
         reasons.append("fp16 inputs need fp16 factors")
     return reasons

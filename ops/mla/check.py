@@ -14,9 +14,11 @@ from k3dsl.ops.common import (
     check_rank,
     check_same,
     check_tensor,
+    check_width,
     dtype_name,
     fail,
     has_data,
+    is_width,
 )
 
 MAX_WIDTH = 256
@@ -33,8 +35,7 @@ def check_scale(scale: float | None) -> None:
 
 def _widths(name: str, *widths: tuple[str, int]) -> None:
     for dim, width in widths:
-        if width % 16 or not 16 <= width <= MAX_WIDTH:
-            fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {MAX_WIDTH}", "pad the last dim with zeros")
+        check_width(name, dim, width, MAX_WIDTH)
 
 
 def check_prefill(
@@ -130,9 +131,9 @@ def check_decode(
         remedy = "use mla_prefill for more" if T else "leave out a call without tokens"
         fail("q", f"has T = {T} new tokens, needs 1 to {MAX_TOKENS}", remedy)
     C, E = kv_lora_rank, width - kv_lora_rank
-    if not isinstance(C, int) or C % 16 or not 16 <= C <= MAX_LATENT:
+    if not isinstance(C, int) or not is_width(C, MAX_LATENT):
         fail("kv_lora_rank", f"is {C}, needs a multiple of 16 up to {MAX_LATENT}", "it is the width of the latent")
-    if E % 16 or not 16 <= E <= MAX_WIDTH:
+    if not is_width(E, MAX_WIDTH):
         fail(
             "q",
             f"has width {width}, of which {E} is left beside kv_lora_rank = {C}",
@@ -184,7 +185,7 @@ def check_write(
     if k_pe.shape[0] != T:
         fail("k_pe", f"has {k_pe.shape[0]} rows, latent has {T}", "one row a token")
     for name, width, most in (("latent", C, MAX_LATENT), ("k_pe", k_pe.shape[1], MAX_WIDTH)):
-        if width % 16 or not 16 <= width <= most:
+        if not is_width(width, most):
             fail(name, f"has width {width}, needs a multiple of 16 up to {most}", "K3 has 512 and 64")
     _check_cache(kv_cache, C + k_pe.shape[1], "latent and k_pe")
     check_tensor("slot_mapping", slot_mapping, (torch.int64,))

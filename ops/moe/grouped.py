@@ -84,6 +84,10 @@ def expert_of(d, c, block, block_expert):
     return where(block < d.bound, block_expert[last], -1)
 
 
+LANE_COLUMNS = 128
+"""Columns that are put in lane order among themselves."""
+
+
 def lane_order(c, tile, axis):
     """With c.lane_order, columns (an axis of a tile, of a multiple of 128) in the order that both sides of a product have.
 
@@ -95,7 +99,7 @@ def lane_order(c, tile, axis):
     if not c.lane_order:
         return tile
     before, after = tile.shape[:axis], tile.shape[axis + 1 :]
-    parts = tile.reshape(*before, tile.shape[axis] // 128, 4, 8, 2, 2, *after)
+    parts = tile.reshape(*before, tile.shape[axis] // LANE_COLUMNS, 4, 8, 2, 2, *after)
     n = len(before)
     order = (*range(n), n, n + 2, n + 4, n + 1, n + 3, *range(n + 5, n + 5 + len(after)))
     return parts.permute(*order).reshape(*tile.shape)

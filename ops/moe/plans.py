@@ -125,6 +125,11 @@ def sort(
     return Plan("moe.sort", d, buffers, tuple(launches), knobs, options)
 
 
+def whole_runs(dims: Settings) -> bool:
+    """Whether the columns of both products can be put in lane order."""
+    return dims["D"] % grouped.LANE_COLUMNS == 0 == dims["I"] % grouped.LANE_COLUMNS
+
+
 def experts(
     dims: Settings,
     knobs: Settings,
@@ -136,7 +141,7 @@ def experts(
     """Sorting, with gather='before' the tokens' rows by expert, gate and up with the activation, down, combine. dims: T, K, E,
     D, I."""
     spec, io, packed = spec_of(strides), options["dtype"], options["weights"] == "mxfp4"
-    fits = dims["D"] % 128 == 0 == dims["I"] % 128 and min(knobs["block_n"], knobs["block_k"]) >= 128
+    fits = whole_runs(dims) and min(knobs["block_n"], knobs["block_k"]) >= grouped.LANE_COLUMNS
     ordered = packed and knobs["lane_order"] and knobs["gather"] == "before" and fits
     c = {**knobs, **options, "precision": options["precision"] if io == f32 else None, "lane_order": ordered}
     d = sorting_dims(dims, c)

@@ -257,17 +257,16 @@ def experts_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[st
     come to that side in lane order. Dequantising pays in high blocks."""
     rows = -(-dims["T"] * dims["K"] // (dims["E"] * options["ranks"]))
     packed = options["weights"] == "mxfp4"
+    few = 16 if rows <= 16 else 32
     if options["dtype"] == f32:
-        few = 16 if rows <= 16 else 32
         knobs: dict[str, Any] = {"block_m": few, "block_n": 64, "block_k": 32, "num_warps": 4, "stages": 2}
     elif rows <= 48:
-        few = 16 if rows <= 16 else 32
         knobs = {"block_m": few, "block_n": 64, "block_k": 128, "num_warps": 4, "swap_ab": True}
     else:
         tall = rows > 256
         knobs = {"block_m": 128 if tall else 64, "block_n": 128, "block_k": 128 if packed else 64, "num_warps": 8}
         knobs["stages"] = 3 if tall or packed else 4
-    if packed and options["dtype"] != f32 and dims["D"] % 128 == 0 == dims["I"] % 128:
+    if packed and options["dtype"] != f32 and plans.whole_runs(dims):
         knobs |= IN_LANE_ORDER
         if knobs["block_m"] == 64:
             knobs |= {"block_k": 256, "stages": 2}
