@@ -14,14 +14,18 @@ def attend(
 
     With causal, query i sees keys up to i + S - T. A query that sees none has o = 0 and lse = -inf.
     """
-    T, S = q.shape[0], k.shape[0]
-    scores = torch.einsum("thk,shk->hts", q, k) * scale
+    weights, lse = _softmax(torch.einsum("thk,shk->hts", q, k) * scale, causal)
+    return torch.einsum("hts,shv->thv", weights, v), lse
+
+
+def _softmax(scores: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [H, T, S] and the natural log-sum-exp [H, T] of scores [H, T, S]."""
+    T, S = scores.shape[1:]
     if causal:
-        hidden = torch.arange(S, device=q.device)[None, :] > torch.arange(T, device=q.device)[:, None] + (S - T)
+        hidden = torch.arange(S, device=scores.device)[None, :] > torch.arange(T, device=scores.device)[:, None] + (S - T)
         scores = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.where(lse[..., None] == -math.inf, 0.0, torch.exp(scores - lse[..., None]))
-    return torch.einsum("hts,shv->thv", weights, v), lse
+    return torch.where(lse[..., None] == -math.inf, 0.0, torch.exp(scores - lse[..., None])), lse
 
 
 def prefill(
@@ -72,8 +76,8 @@ def decode(
     for b, length in enumerate(cache_seqlens.tolist()):
         pages = page_table[b, : -(-length // page)].long()
         rows = kv_cache[pages].reshape(-1, kv_cache.shape[-1])[:length].double()
-        keys = rows[:, None, :].expand(-1, H, -1)
-        o[b], lse[b] = attend(q[b].double(), keys, keys[..., :C], scale, causal)
+        weights, lse[b] = _softmax(torch.einsum("thk,sk->hts", q[b].double(), rows) * scale, causal)  # keys of all heads
+        o[b] = torch.einsum("hts,sc->thc", weights, rows[:, :C])
     return o, lse
 
 
