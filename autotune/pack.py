@@ -187,5 +187,7 @@ def foreign(backends: Iterable[str], row: Winner, here: bool = True) -> list[str
         found.append(f"its key does not name {', '.join(names)}, which launches of it go through now: tune it again")
     if here:
         both = sorted(set(have) & set(named))
-        found += [f"tuned with {name} {named[name]}, here is {have[name]}" for name in both if have[name] != named[name]]
+        found += [
+            f"tuned with {name} {named[name]}, here is {have[name]}" for name in both if have[name] != named[name]
+        ]
     return found

@@ -67,7 +67,10 @@ def show_command(
 
 
 def text_of(launch: Launch, stage: str, target: Target) -> str:
-    """One kernel at a stage. Raises ArgumentError for a stage that the target does not have."""
+    """One kernel at a stage, with the schedule that it is compiled with: the first that the target's shared memory holds.
+
+    Raises ArgumentError for a stage that the target does not have, ResourceError where no schedule fits.
+    """
     from k3dsl.ir.printer import print_kernel
     from k3dsl.runtime import executable
 
@@ -78,6 +81,8 @@ def text_of(launch: Launch, stage: str, target: Target) -> str:
             f"kernel {launch.label} goes through {launch.backend}, which has no stage {stage}",
             fix="choose with --kernel",
         )
+    if stage in ("triton", "tilelang", "placement") and launch.smaller:
+        launch, _ = executable.fitted(launch, target)
     if stage in ("triton", "tilelang"):
         return executable.lower(launch, target).text
     if stage == "placement":
@@ -85,11 +90,11 @@ def text_of(launch: Launch, stage: str, target: Target) -> str:
 
         return explain(launch.kernel, launch.schedule, target)
     if stage == "cuda":
-        return executable.build(launch, target).cuda
+        return executable.fitted(launch, target)[1].cuda
     if (stage == "amdgcn") != (target.vendor == "amd"):
         own = "amdgcn" if target.vendor == "amd" else "ptx or sass"
         raise ArgumentError(f"code for {target} has no stage {stage}", fix=f"--stage {own}, or another --target")
-    artifact = executable.build(launch, target)
+    artifact = executable.fitted(launch, target)[1]
     if artifact.format == "cu":
         raise ArgumentError(f"kernel {launch.label} was not compiled: it needs {artifact.launch['needs']}")
     if stage != "sass":

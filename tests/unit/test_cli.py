@@ -232,6 +232,16 @@ def test_show_prints_a_kernel_at_each_stage(stage, target, pattern):
     assert re.search(pattern, run("show", "kda.decode", *SMALL, "--stage", stage, "--target", target).stdout)
 
 
+def test_show_has_the_depth_that_compile_builds(tmp_path):
+    def depth(text: str) -> list[str]:
+        return re.findall(r"num_stages=(\d)", text)
+
+    show = ("show", "mla.prefill", "--stage", "triton", "--kernel", "mla_prefill")
+    run("compile", "mla.prefill", "--target", "sm_86", "--output", str(tmp_path / "bundle"))
+    built = depth((tmp_path / "bundle" / "mla_prefill.py").read_text())
+    assert depth(run(*show, "--target", "sm_86").stdout) == built < depth(run(*show, "--target", "sm_90a").stdout)
+
+
 def test_show_prints_all_kernels_or_the_one_that_is_named():
     settings = ("--dims", "H=1", "--set", "factors=bf16")
     both = run("show", "kda.forward", *settings).stdout
