@@ -14,8 +14,10 @@ KINDS = ("scalar", "full", "span", "tile")
 def check_index(op: Op, tensor: TensorParam, runs: bool = True) -> Problem | None:
     """The first thing wrong with a memory op's index, with what to change; None when nothing is.
 
-    runs: False where the op is known never to run, so that it may say what rows it likes.
+    runs: False where the op is known never to run, so that it may say what rows it likes. So may one with a mask, which says
+    what is accessed.
     """
+    runs = runs and op.attrs.get("mask_slot") is None
     for axis, index in enumerate(op.index):
         found = _form(op, index) or (_range(op, tensor, axis, index) if runs else None)
         if found is not None:

@@ -213,7 +213,8 @@ def two_passes(d: Dims, c: Settings, types: Mapping[str, Any], backend: str, sch
     """prep, and the scan over whole sequences or over segments."""
     # TileLang gives the tiles of two branches no common memory, and the CPU runs masked programs all at once
     in_triton = generator_of("prep", backend, schedules) == "triton"
-    own_tails = c["own_tails"] or (in_triton and c["gram_dtype"] != f32)
+    only_tails = isinstance(d["T"], int) and d["T"] < c["C"]
+    own_tails = not only_tails and (c["own_tails"] or (in_triton and c["gram_dtype"] != f32))
     prep = kernel_of(kernels.prep, d, {**c, "own_tails": own_tails}, types)
     first = launch_of("prep", prep, backend, schedules, prep_schedule(c), {"threads": 128})
     if c["segments"] > 1:

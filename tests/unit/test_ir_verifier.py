@@ -58,6 +58,13 @@ def test_generated_kernels_pass_before_and_after_simplify(kernel: Kernel) -> Non
     verify(simplify(kernel))
 
 
+def test_an_access_with_a_mask_may_name_rows_that_are_not_there() -> None:
+    """The mask says what is accessed: in a kernel with few rows compiled in, that of a whole block is false for some."""
+    row = "  %b: i32 = const 16\n  %m: i1 = lt %b, %p\n  %c: f32 = load x[%p, %b]"
+    assert "out of bounds" in refused(BODY + row + "\n")
+    verify(parse_kernel(BODY + row + " mask=%m\n"))
+
+
 def test_the_whole_message() -> None:
     text = (
         HEAD

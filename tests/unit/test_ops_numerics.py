@@ -78,14 +78,21 @@ def test_compile_warns_of_an_unbounded_exponential_and_takes_a_stated_bound() ->
         k3dsl.compile(bounded, dims={}, target="cpu")
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 17])
+PACKED = [name for name in op_names() if any(o.name == "varlen" for o in get_op(name).options)]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 17])
 @pytest.mark.parametrize("backend", ["triton", "tilelang"])
-@pytest.mark.parametrize("name", op_names())
-def test_every_op_is_planned_for_few_rows_that_are_compiled_in(name: str, backend: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "varlen"), [*((name, False) for name in op_names()), *((name, True) for name in PACKED)]
+)
+def test_every_op_is_planned_for_few_rows_that_are_compiled_in(
+    name: str, backend: str, tokens: int, varlen: bool
+) -> None:
     """Blocks are higher than the tensors: what whole blocks read is never run, and no reason to refuse the kernel."""
     op = get_op(name)
-    few = {d.name: tokens for d in op.dims if d.name in ("T", "R", "M", "S") and d.default}
-    point = op.point(op.resolve_dims({**op.cpu_dims, **few}), {})
+    few = {d.name: 64 if d.name == "P" else tokens for d in op.dims if d.name in (*"TRMSP",) and d.default}
+    point = op.point(op.resolve_dims({**op.cpu_dims, **few}), {"varlen": True} if varlen else {})
     if reasons := point.reasons():
         pytest.skip("; ".join(reasons))
     assert point.plan(backend).launches
