@@ -24,7 +24,7 @@ from k3dsl.errors import ArgumentError
 from k3dsl.runtime import executable
 from k3dsl.runtime.dispatch import using_backend
 from k3dsl.runtime.judge import poisoned
-from k3dsl.runtime.metrics import relative_rms
+from k3dsl.runtime.metrics import limit_of, relative_rms
 from k3dsl.runtime.op import Case, check_names, defaults_only, forced
 from k3dsl.runtime.plan import Launch
 from k3dsl.runtime.timing import measure
@@ -265,6 +265,7 @@ class _Run:
                 raise _EndedError(End.WRONG, f"{where}: shape {list(got.shape)} instead of {list(want.shape)}")
             want = want.to(self.device)
             error = relative_rms(got, want)
+            limit = limit_of(got, want, error, limit)
             known = self.errors.get(name)
             if known is None or error * known[1] > known[0] * limit:
                 self.errors[name] = (error, limit)

@@ -156,6 +156,7 @@ def bench(
         result = replace(result, cells=(*result.cells, done))
         if on_cell is not None:
             on_cell(result)
+    _free(device)
     return result
 
 

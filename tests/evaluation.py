@@ -60,7 +60,9 @@ def apply(f: Callable[..., Any], *inputs: torch.Tensor, **options: Any) -> Any:
 
     build([]).trace({})  # only to learn the types of the results
     tensors = {f"x{k}": x for k, x in enumerate(inputs)}
-    outputs = {f"y{k}": poisoned(programs, *shape, dtype=dtype) for k, (shape, dtype) in enumerate(found)}
+    outputs = {
+        f"y{k}": poisoned(programs, *shape, dtype=dtype).to(inputs[0].device) for k, (shape, dtype) in enumerate(found)
+    }
     evaluate(build(list(found)).trace({}), {**tensors, **outputs}, **options)
     results = tuple(outputs.values())
     return results[0] if len(results) == 1 else results

