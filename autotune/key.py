@@ -120,8 +120,10 @@ def exact_dims(point: Point) -> dict[str, int]:
 
 
 def options_of(op: Op, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved options as plain JSON, equal for what computes the same: -5 is -5.0, and what means nothing counts nothing."""
+    """Resolved options as plain JSON, equal for what is tuned alike: -5 is -5.0, what means nothing counts nothing, and numbers
+    that are but constants of the code (a scale, an epsilon) are as by default."""
     same = dict(op.canonical(options) if op.canonical is not None else options)
+    same |= {o.name: o.default for o in op.options if o.constant and o.name in same}
     for name in ("out_dtype", "weight_dtype"):  # None means the inputs' in every op
         if name in same and same[name] is None:
             same[name] = same["dtype"]

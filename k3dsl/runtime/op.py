@@ -61,12 +61,16 @@ class Knob:
 
 @dataclass(frozen=True)
 class Option:
-    """A variant of what an op computes: dtypes, flags, numbers. choices: () takes any number."""
+    """A variant of what an op computes: dtypes, flags, numbers. choices: () takes any number.
+
+    constant: a number whose value changes neither the work nor which settings are right: tuned for one it is tuned for all.
+    """
 
     name: str
     choices: tuple[Any, ...]
     default: Any
     doc: str
+    constant: bool = False
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ _WIDTH = Dim("D", 7168, "channels", static=True)
 _OPTIONS = (
     Option("dtype", (bf16, f16, f32), bf16, "of the rows and of h"),
     Option("query_dtype", (None, bf16, f16, f32), None, "of the query; None: as the rows"),
-    Option("eps", (), 1e-5, "of the keys' norm"),
+    Option("eps", (), 1e-5, "of the keys' norm", constant=True),
 )
 _SITE_OPTIONS = (
     *_OPTIONS,
@@ -157,7 +157,7 @@ _SITE_OPTIONS = (
     Option("key_norm_dtype", (None, bf16, f16, f32), None, "of the key norm; None: as the rows"),
     Option("normed", (True, False), True, "writes RMSNorm(h) too"),
     Option("norm_dtype", (None, bf16, f16, f32), None, "of that norm's weight; None: as the rows"),
-    Option("norm_eps", (), 1e-5, "of that norm"),
+    Option("norm_eps", (), 1e-5, "of that norm", constant=True),
     Option("h", (True, False), True, "writes h"),
     Option("snapshot", (True, False), False, "copies the prefix"),
 )

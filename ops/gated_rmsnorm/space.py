@@ -165,7 +165,7 @@ GATED_RMSNORM = Op(
         Option("dtype", (bf16, f16, f32), bf16, "of x and y"),
         Option("gate_dtype", (None, bf16, f16, f32), None, "of the gate; None: as x"),
         Option("weight_dtype", (None, bf16, f16, f32), f32, "of the weight; None: as x"),
-        Option("eps", (), 1e-5, "added to the mean of squares"),
+        Option("eps", (), 1e-5, "added to the mean of squares", constant=True),
         Option("activation", ("sigmoid", "silu"), "sigmoid", "of the gate"),
     ),
     plan=plan,

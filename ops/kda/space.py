@@ -41,7 +41,7 @@ _COMMON = (
     Option("l2norm", (True, False), True, "normalises q and k in the kernel"),
     Option("beta_sigmoid", (True, False), True, "beta is a logit"),
     Option("neg_eigval", (True, False), False, "doubles beta"),
-    Option("scale", (), None, "of q; None: 1/sqrt(K)"),
+    Option("scale", (), None, "of q; None: 1/sqrt(K)", constant=True),
     Option("v_first", (True, False), False, "states are [V, K] instead of [K, V]"),
 )
 

@@ -22,7 +22,7 @@ _HEADS = (
 )
 _DTYPE = Option("dtype", _FLOATS, bf16, "of q, k, v and o")
 _COMMON = (
-    Option("scale", (), None, "of q; None: 1/sqrt(K)"),
+    Option("scale", (), None, "of q; None: 1/sqrt(K)", constant=True),
     Option("v_first", (True, False), False, "states are [V, K] instead of [K, V]"),
 )
 _GATE = Option("g_dtype", _FLOATS, f32, "of the log decay g")

@@ -23,7 +23,7 @@ L2_SHARE = 24 << 20
 """Bytes of keys and values that heads which run together may have, so that they stay in a 50 MB L2 cache."""
 
 _DTYPE = Option("dtype", (bf16, f16, f32), bf16, "of the tensors; sums and softmax are fp32")
-_SCALE = Option("scale", (), None, "of the scores; None: 1/sqrt(192)")
+_SCALE = Option("scale", (), None, "of the scores; None: 1/sqrt(192)", constant=True)
 _LATENT = (
     Dim("C", 512, "width of the latent (kv_lora_rank)", static=True),
     Dim("E", 64, "width of the shared key", static=True),
@@ -250,7 +250,7 @@ CACHE_WRITE = Op(
         _DTYPE,
         Option("norm", (True, False), True, "normalises the latent on the way"),
         Option("weight_dtype", (None, bf16, f16, f32), None, "of the norm's weight; None: as the latent"),
-        Option("eps", (), 1e-6, "added to the mean of squares"),
+        Option("eps", (), 1e-6, "added to the mean of squares", constant=True),
     ),
     plan=plans.cache_write,
     launches=("mla_cache_write",),

@@ -14,12 +14,12 @@ _CHOICE = (
     Option("bias", (True, False), True, "an fp32 bias that counts in the selection only"),
     Option("scoring", ("sigmoid", "softmax"), "sigmoid", "scores from logits"),
     Option("renormalize", (True, False), True, "divides the chosen scores by their sum"),
-    Option("scale", (), 1.0, "of the weights"),
+    Option("scale", (), 1.0, "of the weights", constant=True),
 )
 _ACTIVATION = (
     Option("activation", ("situ", "silu"), "situ", "of gate and up"),
-    Option("beta", (), 4.0, "where SiTU's gate saturates"),
-    Option("linear_beta", (), 25.0, "where SiTU's linear factor saturates"),
+    Option("beta", (), 4.0, "where SiTU's gate saturates", constant=True),
+    Option("linear_beta", (), 25.0, "where SiTU's linear factor saturates", constant=True),
 )
 _ROWS = Knob("rows", (1, 2, 4, 8), 4, "tokens whose experts a program selects, and its warps")
 _CHUNK = Knob("chunk", (16, 64, 128, 256, 512, 1024), 128, "pairs that a program of the sort counts")

@@ -91,7 +91,7 @@ RMSNORM = Op(
     options=(
         Option("dtype", (bf16, f16, f32), bf16, "of x and y"),
         Option("weight_dtype", (None, bf16, f16, f32), None, "of the weight; None: as x"),
-        Option("eps", (), 1e-6, "added to the mean of squares"),
+        Option("eps", (), 1e-6, "added to the mean of squares", constant=True),
     ),
     plan=plan,
     launches=("rmsnorm",),
