@@ -93,7 +93,7 @@ class Space:
         if others:
             raise ArgumentError(f"{', '.join(others)} is an option of {op.name}, not a setting to fix")
         op.resolve_knobs(knobs)
-        self.point = op.point(self.dims, self.options)
+        self.point = op.point(self.dims, self.options, target=target)
         self.known_dims = self.point.dims
         self._plans: dict[tuple[Any, ...], dict[str, Plan] | Reason] = {}
         self._reasons: dict[str, tuple[Reason, ...]] = {}
@@ -103,7 +103,7 @@ class Space:
 
     def knobs(self) -> list[Parameter]:
         """The op's knobs."""
-        chosen = self.op.default_knobs(self.point.options, self.known_dims)
+        chosen = self.op.default_knobs(self.point.options, self.known_dims, target=self.target)
         found = []
         for knob in self.op.knobs:
             choices = tuple(plain(c) for c in knob.choices)

@@ -43,7 +43,7 @@ def compile_command(
 
     chosen = get_op(op)
     where = target_named(target)
-    point = chosen.point(parse_dims(dims), parse_settings(settings), symbolic=not static)
+    point = chosen.point(parse_dims(dims), parse_settings(settings), not static, where)
     plan = point.plan(generating_backend(backend))
     folder = output or Path(f"{chosen.name}-{where.name}")
     summary = save(plan, where, folder)

@@ -38,7 +38,7 @@ def explain_command(
 
     chosen = get_op(op)
     where = target_named(target, "sm_90a")
-    point = chosen.point(parse_dims(dims), parse_settings(settings), symbolic=not static)
+    point = chosen.point(parse_dims(dims), parse_settings(settings), not static, where)
     found = explain(point, generating_backend(backend), where)
     launches = summarise(found.plan, where, list(found.built))["launches"] if found.plan is not None else []
     if as_json:

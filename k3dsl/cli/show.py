@@ -54,7 +54,7 @@ def show_command(
         raise ArgumentError(
             f"code of backend {backend} has no stage {stage}", fix=f"--backend {OWN[stage]}, or another --stage"
         )
-    plan = chosen.point(parse_dims(dims), parse_settings(settings), symbolic=not static).plan(backend)
+    plan = chosen.point(parse_dims(dims), parse_settings(settings), not static, where).plan(backend)
     shown = [launch for launch in plan.launches if kernel in (None, launch.label)]
     if not shown:
         used = ", ".join(launch.label for launch in plan.launches)

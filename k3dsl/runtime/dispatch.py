@@ -249,7 +249,9 @@ class Dispatcher:
                 log.warning("%s: tuned settings do not run here, its default is used: %s", problem.op.name, error)
         backend = "triton" if problem.wanted == "auto" else problem.wanted
         on_cpu = computes_on_cpu(problem.device)
-        choice = Choice(problem.op.default_knobs(problem.options, problem.dims, on_cpu), None, backend)
+        target = None if on_cpu else current_target(problem.device)
+        knobs = problem.op.default_knobs(problem.options, problem.dims, on_cpu, target)
+        choice = Choice(knobs, None, backend)
         return self._with(choice, *how), choice.knobs
 
     def _with(

@@ -14,6 +14,7 @@ from k3dsl.errors import ArgumentError, LegalityError, UnknownNameError
 from k3dsl.ir.symbols import INT32_MAX, Sym
 from k3dsl.ir.types import DTYPES, DType
 from k3dsl.runtime.plan import Plan
+from k3dsl.targets import Target
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Op:
     constraints(dims, knobs, options) -> why a point of the space is refused.
     canonical(options) -> the options with those that mean nothing beside the others set to one value: equal for equal work.
     heuristic(options, dims) -> knobs that differ from their defaults for a shape. cpu_heuristic: the same for knobs that differ
-    from those where the op computes on the CPU, whose time goes by steps and programs.
+    from those where the op computes on the CPU, whose time goes by steps and programs. fit(options, dims, target) -> knobs that
+    differ from the heuristic's for a target whose shared memory does not hold what those ask for.
 
     How an op is judged and timed: inputs(dims, options, device, seed) -> keyword arguments of `call`; cases(size) -> the
     inputs of its test suite, 'small' or 'whole'; call(**inputs) runs the op on torch tensors and returns outputs by name;
@@ -128,24 +130,38 @@ class Op:
     canonical: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
     cpu_heuristic: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]] | None = None
+    fit: Callable[[Mapping[str, Any], Mapping[str, int], Target], dict[str, Any]] | None = None
     prepare_dims: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     cpu_dims: Mapping[str, int] = field(default_factory=dict)
     seeds: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
 
     def default_knobs(
-        self, options: Mapping[str, Any], dims: Mapping[str, int], on_cpu: bool = False
+        self,
+        options: Mapping[str, Any],
+        dims: Mapping[str, int],
+        on_cpu: bool = False,
+        target: Target | None = None,
     ) -> dict[str, Any]:
         """Knobs for a call that nobody tuned: the op's own rule over its defaults, then what `forced` says.
 
-        on_cpu: for a call that computes on the CPU, not for a look at a GPU's plan there.
+        on_cpu: for a call that computes on the CPU, not for a look at a GPU's plan there. target: that code is built for, if it
+        is known.
         """
         rules = (self.heuristic, self.cpu_heuristic if on_cpu else None)
         knobs = {n: x for rule in rules if rule is not None for n, x in rule(options, dims).items()}
+        if self.fit is not None and target is not None:
+            knobs |= self.fit(options, dims, target)
         force = _forced.get().get(self.name)
         return self.resolve_knobs(knobs if force is None else {**knobs, **force.knobs})
 
-    def point(self, dims: Mapping[str, int], settings: Mapping[str, Any], symbolic: bool = False) -> Point:
-        """The point of the op's space that dims and NAME=VALUE settings mean; what they leave open is the op's default.
+    def point(
+        self,
+        dims: Mapping[str, int],
+        settings: Mapping[str, Any],
+        symbolic: bool = False,
+        target: Target | None = None,
+    ) -> Point:
+        """The point of the op's space that dims and NAME=VALUE settings mean; what they leave open is the op's default there.
 
         symbolic: runtime dims become symbols with the facts of the values given. Raises ArgumentError, UnknownNameError.
         """
@@ -153,7 +169,7 @@ class Op:
         options = self.resolve_options(given_options)
         prepare = self.prepare_dims or (lambda d, _: dict(d))
         known = prepare(self.resolve_dims(dims), options)
-        knobs = self.resolve_knobs({**self.default_knobs(options, known), **given_knobs})
+        knobs = self.resolve_knobs({**self.default_knobs(options, known, target=target), **given_knobs})
         resolved = prepare(self.resolve_dims(dims, symbolic=True), options) if symbolic else known
         return Point(self, resolved, knobs, options, schedules)
 

@@ -13,7 +13,7 @@ from k3dsl.ops import common
 from k3dsl.ops.mla import judge, plans
 from k3dsl.ops.mla.check import MAX_LATENT, MAX_TOKENS, MAX_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
-from k3dsl.targets import device_facts
+from k3dsl.targets import Target, device_facts
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 66, 96, 132)
 """Choices of how many parts the keys of a request are cut into; 66 and 132 fill an H200 from two programs and from one."""
@@ -184,6 +184,17 @@ def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str
     return knobs | {"num_splits": splits_for(programs, dims["S"], knobs.get("block_n", 32), places)}
 
 
+def decode_fit(options: Mapping[str, Any], dims: Mapping[str, int], target: Target) -> dict[str, Any]:
+    """The narrow blocks of few rows for more rows too, where shared memory does not hold 64 rows of queries beside keys."""
+    wide = decode_rule(options, dims)
+    held = (wide["block_h"] + wide.get("block_n", 32)) * (dims["C"] + dims["E"]) * options["dtype"].bytes
+    if held <= target.shared_per_block:
+        return {}
+    few = decode_rule(options, {**dims, "T": 1, "H": 16})
+    programs = max(1, dims["B"] * -(-dims["T"] * dims["H"] // few["block_h"]))
+    return few | {"num_splits": splits_for(programs, dims["S"], few.get("block_n", 32), multiprocessors())}
+
+
 def decode_cpu_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """One program for the keys of a request, in the largest blocks that divide a page, through one loop."""
     block = next((n for n in (128, 64, 32) if dims["page"] % n == 0), 16)
@@ -226,6 +237,7 @@ DECODE = Op(
     constraints=decode_constraints,
     heuristic=decode_rule,
     cpu_heuristic=decode_cpu_rule,
+    fit=decode_fit,
     prepare_dims=decode_dims,
     cpu_dims={"B": 2, "H": 8, "S": 512},
     seeds=(
