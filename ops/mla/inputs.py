@@ -73,7 +73,7 @@ def shaped(
     if scores == "extreme":
         q *= 40.0
     elif scores == "checkpoint":
-        direction = torch.randn(width, generator=generator)
+        direction = torch.randn(width, generator=generator, device=generator.device)
         direction *= 12.0 / direction.norm()
         q += direction
         for row in first:
@@ -125,18 +125,24 @@ def offsets(lengths: Sequence[int], device: DEVICE) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
+LARGE_CACHE = 1 << 26
+"""Numbers of a cache from which on they are drawn where they are used: on a CPU that many take seconds, and smaller cases are
+the same everywhere."""
+
+
 def make_decode(case: DecodeCase, device: DEVICE, seed: int, room: int | None = None) -> dict[str, Any]:
     """Keyword arguments of `mla_decode`. room: keys that a row of the page table has place for; None: the longest request
     and a page more."""
-    g = torch.Generator().manual_seed(seed)
     B, page, width = len(case.lengths), case.page, case.C + case.E
     room = max(case.lengths, default=0) + page if room is None else room
     columns = -(-room // page)
     used = [-(-n // page) for n in case.lengths]
     total = max(B * columns, 1)
-    q = torch.randn(B, case.T, case.H, width, generator=g)
-    table = torch.randperm(total, generator=g)[: B * columns].view(B, columns).to(torch.int32)
-    cache = torch.randn(total, page, width, generator=g)
+    where = torch.device(device if total * page * width >= LARGE_CACHE else "cpu")
+    g = torch.Generator(where).manual_seed(seed)
+    q = torch.randn(B, case.T, case.H, width, generator=g, device=where)
+    table = torch.randperm(total, generator=g, device=where)[: B * columns].view(B, columns).to(torch.int32)
+    cache = torch.randn(total, page, width, generator=g, device=where)
     for b in range(B):
         rows = cache[table[b, : used[b]].long()].reshape(-1, width)
         shaped(q[b], rows, case.scores, g)
@@ -144,7 +150,7 @@ def make_decode(case: DecodeCase, device: DEVICE, seed: int, room: int | None = 
             rows[case.lengths[b] :] = torch.nan
         cache[table[b, : used[b]].long()] = rows.view(-1, page, width)
     if case.garbage:
-        free = torch.ones(total, dtype=torch.bool)
+        free = torch.ones(total, dtype=torch.bool, device=where)
         for b in range(B):
             free[table[b, : used[b]].long()] = False
             table[b, used[b] :] = GARBAGE_PAGE

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tilelang_sources import add_source, gemm_source
 
+from k3dsl import ops
 from k3dsl.autotune.drawn import moved
 from k3dsl.backends.base import Artifact
 from k3dsl.backends.host_call import HostCallKernel
@@ -24,7 +25,7 @@ from k3dsl.targets import detect
 
 pytest.importorskip("tilelang")
 
-from k3dsl.backends.tilelang.build import build
+from k3dsl.backends.tilelang.build import build, lowered_kernel
 from k3dsl.backends.tilelang.load import TileLangLauncher, load
 
 pytestmark = pytest.mark.gpu
@@ -34,18 +35,20 @@ REPEATS = 30
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
-    """Each test builds: a kernel from the cache would go through the driver alone."""
+    """Each test builds: TileLang's host code is there for kernels that this process lowered."""
     monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path))
 
 
 def through_tilelang(artifact: Artifact):
-    launcher = load(artifact, 0)
-    assert isinstance(launcher, TileLangLauncher)
-    return launcher
+    lowered = lowered_kernel(artifact)
+    assert lowered is not None
+    return TileLangLauncher(artifact, lowered, 0)
 
 
 def through_driver(artifact: Artifact):
-    return HostCallKernel.from_artifact(artifact, 0)
+    launcher = load(artifact, 0)
+    assert isinstance(launcher, HostCallKernel)
+    return launcher
 
 
 both_ways = pytest.mark.parametrize("way", [through_tilelang, through_driver])
@@ -226,6 +229,24 @@ def test_each_kernel_gives_what_triton_gives(name):
                 where = f"{before.launch.label}: {t.name}"
                 assert torch.equal(x.isnan(), y.isnan()), where
                 assert relative_rms(y.nan_to_num(), x.nan_to_num()) < 1e-2 or torch.equal(x, y), where
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tensors_cut_out_of_a_joint_one_give_what_their_copies_give(batch):
+    """An axis of one, and one along which a tensor is repeated, have strides that TileLang's own host code refuses."""
+    torch.manual_seed(0)
+    joint = torch.randn(1, 200, 3, 2, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = joint.expand(batch, -1, -1, -1, -1).unbind(2)
+    assert v.stride(0) == (0 if batch == 2 else joint.stride(0))
+    g = -torch.rand(batch, 200, 2, 64, device="cuda", dtype=torch.bfloat16)
+    beta = torch.rand(batch, 200, 2, device="cuda", dtype=torch.bfloat16)
+    with using_backend("tilelang"):
+        for call in (
+            lambda *x: ops.kda(*x, g, beta, use_qk_l2norm_in_kernel=True)[0],
+            lambda *x: ops.attention(*x, causal=True),
+        ):
+            cut, copied = call(q, k, v), call(*(x.contiguous() for x in (q, k, v)))
+            assert relative_rms(cut, copied.double()) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["matmul", "softmax", "kda.decode"])

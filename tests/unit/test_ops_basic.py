@@ -95,6 +95,13 @@ def test_a_stride_of_one_is_compiled_in_on_whichever_axis_it_is() -> None:
     assert values == {"b_stride1": 10, "c_stride0": 6, "c_stride1": 2}
 
 
+def test_an_axis_of_one_gets_a_stride_that_a_descriptor_takes_and_the_code_of_any_other() -> None:
+    """A view of one sequence, cut out of a joint projection: TMA refuses a stride of 0, or one of 4 bytes."""
+    alike = [strides_of({"v": numbers(1, 5, 48)[..., 32:].as_strided((1, 5, 16), (n, 48, 1))}) for n in (0, 2, 240)]
+    assert alike[0] == alike[1] == alike[2]
+    assert alike[0][1] == {"v_stride0": 16, "v_stride1": 48}
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_softmax_ignores_what_is_minus_infinity_and_keeps_nan_to_its_row(passes: int) -> None:
     x = torch.full((5, 64), -math.inf)

@@ -137,6 +137,14 @@ def test_the_host_function_holds_the_machine_code_and_refuses_tensors_on_the_cpu
         run(*torch.zeros(3, 8), 0, 8, 1.0)
 
 
+@needs_nvcc
+def test_what_this_process_built_is_launched_as_what_comes_from_the_cache_is(monkeypatch):
+    artifact = build(gemm_source(), HOPPER)
+    assert lowered_kernel(artifact) is not None
+    monkeypatch.setattr(HostCallKernel, "from_artifact", lambda *given: given)
+    assert load(artifact, 7) == (artifact, 7)
+
+
 # ---- without nvcc -----------------------------------------------------------------------------------------------------
 
 

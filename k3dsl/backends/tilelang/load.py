@@ -21,9 +21,10 @@ _launchers: dict[tuple[str, int], Launcher] = {}
 def load(artifact: Artifact, device_index: int) -> Launcher:
     """A launcher of the artifact on device `device_index` as torch counts them.
 
-    A kernel that this process lowered goes through the host code that TileLang generated for it, called through
-    tvm-ffi. One that came from elsewhere (the cache on disk, a bundle) goes through the GPU's driver, without TileLang;
-    where the driver alone cannot launch it, TileLang lowers the source again.
+    It goes through the GPU's driver, without TileLang, whether this process built it or it came from the cache on disk, so that
+    the same calls are refused (TileLang's own host code refuses strides of 0). Where the driver alone cannot launch it, it
+    goes through the host code that TileLang generated, called through tvm-ffi; one that came from elsewhere is lowered again
+    for that.
 
     Raises LaunchError when the artifact is CUDA source only.
     """
@@ -39,10 +40,10 @@ def _launcher(artifact: Artifact, device_index: int) -> Launcher:
         raise LaunchError(
             f"{artifact.source.name}: there is only CUDA source, no machine code", fix=artifact.launch["needs"]
         )
+    if artifact.launch.get("host_call") is not None:
+        return HostCallKernel.from_artifact(artifact, device_index)
     lowered = lowered_kernel(artifact)
     if lowered is None:
-        if artifact.launch.get("host_call") is not None:
-            return HostCallKernel.from_artifact(artifact, device_index)
         require_tilelang(artifact.source.name)
         with lock:
             configs = {**PASS_CONFIGS, **artifact.source.options.get("pass_configs", {})}
@@ -81,30 +82,21 @@ class TileLangLauncher:
     """
 
     def __init__(self, artifact: Artifact, lowered: Lowered, device_index: int) -> None:
-        import torch
-
         self._name = artifact.source.name
         self._args = artifact.source.args
         self._device = device_index
-        self._by_driver: HostCallKernel | None = None
-        self._artifact = artifact
-        self._pointers = [i for i, arg in enumerate(artifact.source.args) if arg.kind == "pointer"]
-        self._tensor = torch.Tensor
         try:
             self._run = host_function(artifact, lowered)
         except Exception as error:
             raise LaunchError(f"{self._name}: TileLang's host code does not build: {error}") from error
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int | None = None) -> None:
-        """See common.Launcher. Addresses in place of tensors go through the driver, where that can launch the kernel."""
+        """See common.Launcher. Takes no addresses in place of tensors."""
         x, y, z = grid
         if x == 0 or y == 0 or z == 0:
             return
         if len(args) != len(self._args):
             raise LaunchError(f"{self._name} takes {len(self._args)} arguments, not {len(args)}")
-        for i in self._pointers:
-            if not isinstance(args[i], self._tensor):
-                return self._driver()(grid, args, stream)
         try:
             if stream is None:
                 self._run(*args)
@@ -115,10 +107,5 @@ class TileLangLauncher:
             raise LaunchError(f"{self._name}: {error}") from error
 
     def fixed(self, args: Sequence[Any]) -> FixedCall | None:
-        """As HostCallKernel.fixed; None also where the driver alone cannot launch the kernel."""
-        return self._driver().fixed(args) if self._artifact.launch.get("host_call") is not None else None
-
-    def _driver(self) -> HostCallKernel:
-        if self._by_driver is None:
-            self._by_driver = HostCallKernel.from_artifact(self._artifact, self._device)
-        return self._by_driver
+        """None: it takes tensors."""
+        return None
