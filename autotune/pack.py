@@ -10,6 +10,7 @@ from typing import Any
 
 from k3dsl.autotune.key import exact_dims, planned, target_of, toolchain_of
 from k3dsl.autotune.store import Winner
+from k3dsl.autotune.trial import written
 from k3dsl.backends.common import write_whole
 from k3dsl.errors import ArgumentError, K3Error, PackError
 from k3dsl.ir.identity import kernel_hash
@@ -47,9 +48,10 @@ def _order(row: Winner) -> tuple[Any, ...]:
 
 
 def title(row: Winner) -> str:
-    """A row as a person would name it: op, dims, GPU."""
+    """A row as a person would name it: op, dims, the options that are not the default, GPU."""
     dims = ",".join(f"{name}={value}" for name, value in row.key.dims.items())
-    return f"{row.key.op} {dims} on {row.key.gpu['name']}"
+    options = "".join(f" {text}" for text in written(row.unusual))
+    return f"{row.key.op} {dims}{options} on {row.key.gpu['name']}"
 
 
 def load(path: Path) -> Pack:

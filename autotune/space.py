@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from k3dsl.autotune.trial import Candidate
+from k3dsl.autotune.trial import Candidate, written
 from k3dsl.backends.base import Reason
 from k3dsl.errors import ArgumentError, K3Error, LegalityError, TraceError, VerifyError
 from k3dsl.ir.graph import Kernel, walk
@@ -242,8 +242,7 @@ class Space:
     @staticmethod
     def text(settings: Mapping[str, Any]) -> str:
         """The point as `--set` takes it, sorted by name: equal for equal points."""
-        return " ".join(f"--set {name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
-                        for name, value in sorted(settings.items()))  # fmt: skip
+        return " ".join(f"--set {text}" for text in written(dict(sorted(settings.items()))))
 
     # ---- what is illegal -----------------------------------------------------------------------------------------
 

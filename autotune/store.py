@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3dsl import settings
-from k3dsl.autotune.key import GATES, Key, bucket_of, digest_of, key_of
+from k3dsl.autotune.key import GATES, Key, bucket_of, digest_of, key_of, options_of
 from k3dsl.autotune.trial import Candidate, End, Outcome
 from k3dsl.backends.common import write_whole
-from k3dsl.errors import ArgumentError, CacheWarning
+from k3dsl.errors import ArgumentError, CacheWarning, UnknownNameError
 from k3dsl.runtime.bundle_writer import plain
 
 if TYPE_CHECKING:
@@ -50,6 +50,25 @@ class Winner:
     def name(self) -> str:
         """Equal for equal keys and settings: what a file is called by."""
         return f"{self.key.digest[:24]}-{digest_of([self.backend, self.settings])[:8]}"
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends that its launches go through."""
+        return sorted(
+            {str(self.settings.get(f"{label}.backend", self.backend)) for label in self.key.ir} or {self.backend}
+        )
+
+    @property
+    def unusual(self) -> dict[str, Any]:
+        """The options that are not the op's defaults; all of them for an op that is not in the registry."""
+        from k3dsl.ops.registry import get_op
+
+        try:
+            op = get_op(self.key.op)
+        except UnknownNameError:
+            return dict(self.key.options)
+        usual = options_of(op, op.resolve_options({}))
+        return {n: x for n, x in self.key.options.items() if n not in usual or x != usual[n]}
 
     @property
     def rank(self) -> tuple[Any, ...]:

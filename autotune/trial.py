@@ -33,6 +33,14 @@ def end_of_reasons(reasons: Sequence[Reason]) -> End:
     return End.OVER_RESOURCE if all(r.code in RESOURCES for r in reasons) else End.ILLEGAL
 
 
+def written(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as `--set` takes them: NAME=VALUE."""
+    return [
+        f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
+        for name, value in settings.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A point to try, in plain data that travels between processes.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from k3dsl.ir.graph import Kernel
 
 MAX_GRID_YZ = 65535
 """Programs along a grid's second and third axis; generated code counts on it where it computes offsets in 32 bits."""
@@ -27,6 +30,17 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
+
+
+def grid_reasons(kernel: Kernel) -> list[Reason]:
+    """Why no GPU launches the kernel's grid, where that is known before its dims are. A grid of runtime dims is checked at each
+    launch."""
+    known = [(axis, extent.constant) for axis, extent in enumerate(kernel.grid) if axis]
+    return [
+        Reason("grid", f"grid axis {axis} has {size} programs, a GPU takes {MAX_GRID_YZ} along it", kernel.source)
+        for axis, size in known
+        if size is not None and size > MAX_GRID_YZ
+    ]
 
 
 SHOWN = 4

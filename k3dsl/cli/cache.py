@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "cache"
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 MaybeOp = Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this op's winners.")]
-COLUMNS = ("op", "dims", "GPU", "backend", "settings", ">time", ">share of roofline", "gate", ">repeats")
+COLUMNS = ("op", "dims", "options", "GPU", "backend", "settings", ">time", ">share of roofline", "gate", ">repeats")
 
 
 @app.callback()
@@ -140,14 +140,17 @@ def _gpu(name: str | None) -> dict[str, Any]:
 
 
 def rows_of(winners: Iterable[Winner]) -> list[list[Any]]:
-    """Table rows of winners, for COLUMNS."""
+    """Table rows of winners, for COLUMNS; of the options those that are not the op's default."""
+    from k3dsl.autotune.trial import written
+
     return [
         [
             w.key.op,
             " ".join(f"{name}={value}" for name, value in w.key.dims.items()),
+            " ".join(written(w.unusual)) or None,
             w.key.gpu["name"],
-            w.backend,
-            " ".join(f"{name}={value}" for name, value in w.settings.items()) or "the defaults",
+            " + ".join(w.backends),
+            " ".join(written(w.settings)) or "the defaults",
             milliseconds(w.time_ms),
             None if w.roofline_share is None else f"{w.roofline_share:.0%}",
             w.key.gate,

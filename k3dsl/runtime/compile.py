@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from k3dsl.backends.torch import dtypes as torch_dtypes
 from k3dsl.errors import ArgumentError, NumericsWarning
 from k3dsl.frontend import Kernel, TensorSpec
 from k3dsl.ir.graph import Kernel as IRKernel
+from k3dsl.ir.scalars import integer_range
 from k3dsl.ir.symbols import Expr, Sym
 from k3dsl.ir.types import DTYPES, DType
 from k3dsl.ir.verifier import verify
@@ -46,7 +48,7 @@ class CompiledKernel:
         self._bound: dict[int, BoundLaunch] = {}
         self._dims = self._where_dims_are()
         self._names = [t.name for t in self.ir.tensors]
-        self._scalars = [s.name for s in self.ir.scalars]
+        self._scalars = {s.name: s.dtype for s in self.ir.scalars}
         self._facts = [(s.name, s.divisible_by, s.min, s.max) for s in self.ir.dims]
         self._expected = [(t.name, torch_dtypes.to_torch(t.dtype), t.rank, t.strides is None) for t in self.ir.tensors]
         self._extents = expression(tuple(e for t in self.ir.tensors for e in (*t.shape, *(t.strides or ()))))
@@ -86,7 +88,8 @@ class CompiledKernel:
             tensors[name] = t
         for dim, name, axis, stride in self._dims:
             dims[dim] = tensors[name].stride(axis) if stride else tensors[name].shape[axis]
-        scalars = {name: given.pop(name) for name in self._scalars if name in given}
+        known = [(name, dtype) for name, dtype in self._scalars.items() if name in given]
+        scalars = {name: self._number(name, dtype, given.pop(name)) for name, dtype in known}
         for name, divisor, low, high in self._facts:
             value = given.pop(name, dims.get(name))
             if value is None or value % divisor or not low <= value <= high:
@@ -109,6 +112,27 @@ class CompiledKernel:
         if bound is None:
             bound = self._bound[device.index or 0] = BoundLaunch(self.launch, self.target, device)
         bound.run_with(tensors, dims, scalars)
+
+    def _number(self, name: str, dtype: DType, value: Any) -> bool | int | float:
+        """The value of a scalar. Raises ArgumentError for what its dtype does not hold."""
+        number = not isinstance(value, bool)
+        if dtype.is_bool:
+            needs = "True or False"
+            if not number:
+                return bool(value)
+        elif dtype.is_float:
+            needs = "a float"
+            if number and isinstance(value, Real):
+                return float(value)
+        else:
+            low, high = integer_range(dtype)
+            needs = f"an int from {low} to {high}"
+            if number and isinstance(value, Integral) and low <= int(value) <= high:
+                return int(value)
+        what, fix = repr(value), f"pass {needs}"
+        if isinstance(value, torch.Tensor):
+            what, fix = "a tensor", f"{name}.item()"
+        raise ArgumentError(f"kernel {self.ir.name}: scalar {name} is {what}, needs {needs}", fix=fix)
 
     def _refused(self, name: str, t: torch.Tensor | None, dtype: torch.dtype, rank: int) -> ArgumentError:
         kernel = self.ir.name

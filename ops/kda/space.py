@@ -233,7 +233,7 @@ def decode_dims(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 
 def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    return head_constraints(dims) + state_constraints(dims, knobs, K=MAX_VALUE_WIDTH, V=MAX_VALUE_WIDTH)
+    return head_constraints(dims) + key_constraints(dims) + state_constraints(dims, knobs, V=MAX_VALUE_WIDTH)
 
 
 def decode_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from k3dsl.ir.types import bf16, f16, f32, i32, i64
 from k3dsl.ops.common import head_constraints, state_constraints, value_block
-from k3dsl.ops.kda.space import decode_constraints, decode_dims, decode_rule, forward_dims
+from k3dsl.ops.kda.space import decode_dims, decode_rule, forward_dims
 from k3dsl.ops.linear_attention import judge, plans
 from k3dsl.ops.linear_attention.check import MAX_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
@@ -46,10 +46,14 @@ _DOCS = {
 }
 
 
+def _state(dims: Mapping[str, Any], knobs: Mapping[str, Any]) -> list[str]:
+    return state_constraints(dims, knobs, K=MAX_WIDTH, V=MAX_WIDTH)
+
+
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
     reasons = head_constraints(dims)
-    reasons += state_constraints(dims, knobs, K=MAX_WIDTH, V=MAX_WIDTH)
+    reasons += _state(dims, knobs)
     if options["dtype"] == f16 and knobs.get("factors") == bf16:
         reasons.append("fp16 inputs need fp16 factors")
     return reasons
@@ -147,7 +151,7 @@ def _decode(name: str) -> Op:
         mutates=("state",),
         peers=lambda: {},
         limits=judge.decode_limits,
-        constraints=decode_constraints,
+        constraints=lambda dims, knobs, _: head_constraints(dims) + _state(dims, knobs),
         traffic_bytes=judge.decode_traffic,
         heuristic=decode_rule,
         prepare_dims=decode_dims,

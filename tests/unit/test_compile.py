@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import k3dsl
-from k3dsl.errors import ArgumentError, LaunchError, UnknownNameError
-from k3dsl.language import In, Out, Scalar, Sym, TensorSpec, cdiv, f32, kernel, program_id, span
+from k3dsl.errors import ArgumentError, LaunchError, LegalityError, UnknownNameError
+from k3dsl.language import In, Out, Scalar, Sym, TensorSpec, cdiv, f32, i32, kernel, program_id, span, zeros
 from k3dsl.runtime.executable import BoundLaunch
 from k3dsl.targets import get_target
 
@@ -42,6 +42,8 @@ WRONG = [
     ({"x": torch.ones(8, 4).T}, "x has strides", r"x.contiguous\(\)"),
     ({"o": torch.empty(6, 8)}, r"o has shape \[6, 8\], needs \[4, 8\]", r"declared as \[T, 8\]"),
     ({"x": torch.ones(4, 9), "o": torch.empty(4, 9)}, r"x has shape \[4, 9\], needs \[4, 8\]", "declared as"),
+    ({"factor": "3"}, "scalar factor is '3', needs a float", "pass a float"),
+    ({"factor": torch.tensor(3.0)}, "scalar factor is a tensor, needs a float", r"factor.item\(\)"),
     ({"factor": None}, "needs factor", "it takes x, o, factor"),
     ({"y": 1}, "does not take y", "it takes x, o, factor"),
     ({"x": torch.ones(5, 8), "o": torch.empty(5, 8)}, "T = 5 breaks a fact", "a multiple of 2 from 2 to 64"),
@@ -106,6 +108,29 @@ def test_a_grid_that_no_gpu_takes_is_refused_before_the_launch(monkeypatch):
     tall = torch.empty(65536, 8)
     with pytest.raises(LaunchError, match="1 x 65536 x 1 programs"):
         bound.run({"x": tall, "o": tall}, {"T": 65536})
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_a_grid_that_no_gpu_takes_is_refused_when_its_size_is_compiled_in(backend):
+    with pytest.raises(LegalityError, match="grid axis 1 has 65536 programs, a GPU takes 65535") as error:
+        k3dsl.compile(one_program_a_row, dims={"T": 65536, "D": 8}, target="sm_90a", backend=backend)
+    assert error.match(r"test_compile.py:\d+")
+    k3dsl.compile(one_program_a_row, dims={"T": 65536, "D": 8}, target="cpu")
+
+
+@kernel(grid=lambda d, c: (1,))
+def add_number(d, c, n=Scalar(i32), o=Out("4", i32)):
+    o[:] = zeros((4,), i32) + n
+
+
+def test_an_integer_scalar_takes_integers_that_its_dtype_holds():
+    run, out = k3dsl.compile(add_number, dims={}, target="cpu"), torch.empty(4, dtype=torch.int32)
+    for good in (7, -(2**31), np.int64(5)):
+        run(n=good, o=out)
+        assert out.tolist() == [good] * 4
+    for bad in (2.7, 2**31, True):
+        with pytest.raises(ArgumentError, match=f"scalar n is {bad}, needs an int from -2147483648 to 2147483647"):
+            run(n=bad, o=out)
 
 
 @pytest.mark.parametrize("value", [7.0, "7", True, -1, None])

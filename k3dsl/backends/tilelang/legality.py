@@ -6,7 +6,7 @@ cannot be launched or is wrong. Products that no matrix instruction fits are mul
 
 from __future__ import annotations
 
-from k3dsl.backends.base import Reason
+from k3dsl.backends.base import Reason, grid_reasons
 from k3dsl.backends.tilelang.buffers import Recorder, shared_in_use
 from k3dsl.backends.tilelang.dots import DotPlan, partition
 from k3dsl.backends.tilelang.emitter import RESERVED
@@ -41,7 +41,7 @@ def check(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> list[Re
     """Reasons why this kernel, schedule and target do not go together; empty when they do."""
     if target.vendor != "nvidia":
         return [Reason("target", f"the TileLang backend generates no code for {target.name}; use Triton")]
-    reasons = _labels(kernel, schedule) + _names(kernel)
+    reasons = grid_reasons(kernel) + _labels(kernel, schedule) + _names(kernel)
     for op in walk(kernel.body):
         if op.opcode == "atomic_add" and kernel.tensor(op.attrs["tensor"]).dtype not in _ATOMIC:
             dtype = kernel.tensor(op.attrs["tensor"]).dtype

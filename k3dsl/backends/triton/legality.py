@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3dsl.backends.base import Reason
+from k3dsl.backends.base import Reason, grid_reasons
 from k3dsl.backends.triton import shared
 from k3dsl.backends.triton.access import AccessPrinter
 from k3dsl.backends.triton.printer import RESERVED
@@ -24,7 +24,7 @@ _COMBINE = (
 
 def check(kernel: Kernel, schedule: TritonSchedule, target: Target) -> list[Reason]:
     """Reasons why this kernel, schedule and target do not go together; empty when they do."""
-    reasons: list[Reason] = []
+    reasons = grid_reasons(kernel)
     labels = {op.attrs["label"] for op in walk(kernel.body) if op.opcode == "loop" and op.attrs.get("label")}
     for label in schedule.stages:
         if label not in labels:
