@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -268,6 +269,7 @@ def loop(
     def decorate(body: Callable[..., Any]) -> Any:
         single = init is not None and not isinstance(init, (tuple, list))
         carries = [lift(x) for x in ((init,) if single else init or ())]
+        _check_body(body, "loop", ["i", *(f"carry {n}" for n in range(1, len(carries) + 1))])
         region = Region([Value(TileType(i32))] + [Value(c.type) for c in carries])
         with builder.region(region):
             out = body(*(Tile(v) for v in region.args))
@@ -294,12 +296,25 @@ def loop(
     return decorate
 
 
+def _check_body(body: Callable[..., Any], what: str, given: Sequence[str]) -> None:
+    """Raises TraceError for a body that cannot take what it is given."""
+    try:
+        inspect.signature(body).bind(*given)
+    except TypeError as error:
+        raise TraceError(
+            f"the body of a {what} takes ({', '.join(given)}): {error}",
+            where=user_location(),
+            fix="give it one parameter for each; the carries are those of init" if given else "give it no parameters",
+        ) from None
+
+
 def when(cond: Operand) -> Callable[[Callable[[], Any]], None]:
     """Runs the decorated body's writes only if a scalar condition holds."""
     builder = Builder.current()
     c = lift(cond)
 
     def decorate(body: Callable[[], Any]) -> None:
+        _check_body(body, "when", [])
         known = constant_of(c.value)
         if known is not None:
             if known:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from k3dsl.errors import ArgumentError, ParseError, TraceError, UnknownNameError
+from k3dsl.errors import ArgumentError, K3Error, ParseError, TraceError, UnknownNameError
 from k3dsl.frontend.builder import Builder, internal, short_path, user_location
 from k3dsl.frontend.tensor import Declaration, Span, TensorRef, TensorSpec
 from k3dsl.frontend.tile import Tile
@@ -66,8 +66,18 @@ class Kernel:
         self.__doc__ = fn.__doc__
         self.parameters: dict[str, Declaration] = {}
         parameters = list(inspect.signature(fn).parameters.values())
-        if len(parameters) < 2:
-            raise TraceError(f"kernel {self.name} must take (d, c, ...tensors)", where=self.location)
+        if len(parameters) < 2 or any(isinstance(p.default, Declaration) for p in parameters[:2]):
+            raise TraceError(
+                f"kernel {self.name} takes ({', '.join(p.name for p in parameters)})",
+                where=self.location,
+                fix="the first two parameters are the dims and the knobs: (d, c, x=In(...), ...)",
+            )
+        if not callable(grid):
+            raise TraceError(
+                f"kernel {self.name}: grid is {grid!r}, no function",
+                where=self.location,
+                fix="grid=lambda d, c: (d.T,)",
+            )
         for p in parameters[2:]:
             if not isinstance(p.default, Declaration):
                 raise TraceError(
@@ -134,7 +144,8 @@ class Kernel:
         for s, v in zip(scalars, scalar_values, strict=True):
             builder.home[id(v)] = builder.body
             arguments[s.name] = Tile(v)
-        grid = self.grid(d, c)
+        with _located(self):
+            grid = self.grid(d, c)
         for extent in grid if isinstance(grid, tuple) else (grid,):
             if not isinstance(extent, (int, Expr)) or isinstance(extent, bool):
                 raise TraceError(
@@ -144,7 +155,7 @@ class Kernel:
         if not 1 <= len(extents) <= 3:
             raise TraceError(f"kernel {self.name}: a grid has 1 to 3 axes, got {len(extents)}", where=self.location)
         builder.grid = extents
-        with builder.active(), _variable_names():
+        with builder.active(), _located(self), _variable_names():
             result = self.fn(d, c, **arguments)
         if result is not None:
             raise TraceError(f"kernel {self.name} returns a value", where=self.location, fix="store results in tensors")
@@ -174,13 +185,47 @@ class Kernel:
         return TensorParam(name, spec.dtype, shape, declaration.role, strides)
 
 
-def kernel(*, grid: Callable[[Any, Any], Any], name: str | None = None) -> Callable[[Callable[..., None]], Kernel]:
+def kernel(
+    function: object = None, *, grid: Callable[[Any, Any], Any] | None = None, name: str | None = None
+) -> Callable[[Callable[..., None]], Kernel]:
     """Declares a kernel. grid: (dims, knobs) -> a tuple of 1 to 3 extents."""
+    if function is not None or grid is None:
+        raise TraceError(
+            "@kernel without a grid",
+            where=user_location(),
+            fix="@kernel(grid=lambda d, c: (d.T,)): programs along each axis",
+        )
 
     def decorate(fn: Callable[..., None]) -> Kernel:
         return Kernel(fn, grid, name)
 
     return decorate
+
+
+@contextmanager
+def _located(kernel: Kernel) -> Iterator[None]:
+    """While active, what goes wrong in the user's code names the line, Python's own errors too."""
+    try:
+        yield
+    except K3Error as error:
+        if error.where is not None or not isinstance(error, TraceError):
+            raise
+        raise type(error)(error.message, where=_user_line(error) or kernel.location, fix=error.fix) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        message = f"kernel {kernel.name}: {type(error).__name__}: {error}"
+        raise TraceError(message, where=_user_line(error) or kernel.location) from error
+
+
+def _user_line(error: BaseException) -> str | None:
+    """file:line of the user's code that was the last to run when the error was raised."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if not internal(path):
+            found = f"{short_path(path)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 @contextmanager

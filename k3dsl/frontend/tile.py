@@ -172,6 +172,11 @@ class Tile:
     def __rtruediv__(self, o: Operand) -> Tile:
         return binary("div", o, self)
 
+    def __matmul__(self, o: Operand) -> Tile:
+        raise TraceError("tiles have no @", where=user_location(), fix="dot(a, b)")
+
+    __rmatmul__ = __matmul__
+
     def __floordiv__(self, o: Operand) -> Tile:
         return binary("floordiv", self, o)
 

@@ -203,10 +203,20 @@ class Expr:
             )
         return c != 0
 
+    def __truediv__(self, other: object) -> Expr:
+        raise TraceError(
+            f"{self} / {other} is no integer", fix=f"{self} // {other}, or cdiv({self}, {other}) to round up"
+        )
+
+    __rtruediv__ = __truediv__
+
     def __int__(self) -> int:
         c = self.constant
         if c is None:
-            raise TraceError(f"{self} is only known at run time", fix="make the dim static (pass an int)")
+            raise TraceError(
+                f"{self} is only known at run time",
+                fix="make the dim static (pass an int); @loop(d.T) loops at run time",
+            )
         return c
 
     __index__ = __int__

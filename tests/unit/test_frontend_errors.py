@@ -46,6 +46,44 @@ def use_range(d, c, x, o, e):
         o[i] = 0.0
 
 
+def loop_over_a_dim(d, c, x, o, e):
+    for i in range(d.T):  # mistake
+        o[i] = 0.0
+
+
+def ask_a_dim(d, c, x, o, e):
+    if d.T > 100:  # mistake
+        o[0] = 0.0
+
+
+def halve_a_dim(d, c, x, o, e):
+    o[span(0, 8, end=d.T / 2)] = 0.0  # mistake
+
+
+def multiply_with_at(d, c, x, o, e):
+    o[0] = (x[0][None, :] @ x[0][:, None])[0, 0]  # mistake
+
+
+def misspell_an_argument(d, c, x, o, e):
+    o[0] = x.load(0, maks=True)  # mistake
+
+
+def forget_the_axis(d, c, x, o, e):
+    o[0] = x[0].sum()  # mistake
+
+
+def too_few_carries(d, c, x, o, e):
+    @loop(4, init=e.scale)  # mistake
+    def total(i):
+        return 0.0
+
+
+def index_in_when(d, c, x, o, e):
+    @when(program_id(0) > 0)  # mistake
+    def _(i):
+        o[i] = 0.0
+
+
 def mix_halves(d, c, x, o, e):
     o[0] = (e.half[:] + e.brain[:]).to(f32)  # mistake
 
@@ -216,6 +254,14 @@ MISTAKES: list[tuple[Body, type[K3Error], str, str]] = [
     (use_if, TraceError, "a traced value has no truth value", "use where(cond, a, b) to choose, @when(cond)"),
     (use_and, TraceError, "a traced value has no truth value", "use where(cond, a, b) to choose"),
     (use_range, TraceError, "a traced value is not a Python number", "loop with @loop(n)"),
+    (loop_over_a_dim, TraceError, "T is only known at run time", "@loop(d.T) loops at run time"),
+    (ask_a_dim, TraceError, "T compared with 100 is only known at run time", "compare traced values"),
+    (halve_a_dim, TraceError, "T / 2 is no integer", "T // 2"),
+    (multiply_with_at, TraceError, "tiles have no @", "dot(a, b)"),
+    (misspell_an_argument, TraceError, "got an unexpected keyword argument 'maks'", ""),
+    (forget_the_axis, TraceError, "missing 1 required positional argument: 'axis'", ""),
+    (too_few_carries, TraceError, "the body of a loop takes (i, carry 1)", "one parameter for each"),
+    (index_in_when, TraceError, "the body of a when takes ()", "no parameters"),
     (mix_halves, TraceError, "f16 and bf16 have no common dtype", "cast one operand, e.g. .to(f32)"),
     (mix_in_dot, VerifyError, "must share one float dtype, got f16 and bf16", "cast one with .to(...)"),
     (leak, TraceError, "uses a value made inside a loop or when body that has ended", "carry it with init="),
@@ -307,11 +353,31 @@ def test_every_parameter_is_declared() -> None:
         def bare(d, c, x):
             pass
 
-    with pytest.raises(TraceError, match="kernel empty must take"):
+    with pytest.raises(TraceError, match=r"kernel empty takes \(\)"):
 
         @kernel(grid=lambda d, c: (1,))
         def empty():
             pass
+
+    with pytest.raises(TraceError, match=r"kernel bare takes \(x, o\)(.|\n)*the dims and the knobs"):
+
+        @kernel(grid=lambda d, c: (1,))
+        def bare(x=In("4"), o=Out("4")):
+            pass
+
+
+def test_a_grid_is_a_function_of_dims_and_knobs() -> None:
+    def nothing(d, c, o=Out("4", f32)):
+        o[:] = 0.0
+
+    with pytest.raises(TraceError, match=r"errors.py:\d+: @kernel without a grid"):
+        kernel(nothing)
+    with pytest.raises(TraceError, match=r"grid is \(1,\), no function"):
+        kernel(grid=(1,))(nothing)  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match=r"errors.py:\d+: kernel nothing: TypeError: .* takes 1 positional argument"):
+        kernel(grid=lambda d: (1,))(nothing).trace({})  # type: ignore[arg-type,misc]
+    with pytest.raises(TraceError, match=r"errors.py:\d+: T / 2 is no integer"):
+        kernel(grid=lambda d, c: (d.T / 2,))(nothing).trace({"T": Sym("T")})
 
 
 def copy_kernel_of(dtype: DType | None) -> Any:
