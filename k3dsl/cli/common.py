@@ -100,7 +100,8 @@ def parse_dims(texts: Iterable[str] | None) -> dict[str, int]:
             name, value = _pair(part, "--dims", "T=8192,H=96")
             if not re.fullmatch(r"[+-]?\d+", value):
                 raise ArgumentError(f"dim {name} must be an integer, got {value!r}", fix="write --dims T=8192,H=96")
-            found[name] = int(value)
+            if found.setdefault(name, int(value)) != int(value):
+                raise ArgumentError(f"dim {name} is given as {found[name]} and as {value}", fix="give it once")
     return found
 
 

@@ -37,15 +37,18 @@ def build_command(
     from k3dsl.errors import ArgumentError
     from k3dsl.ops.registry import op_names
     from k3dsl.runtime.op import check_names
-    from k3dsl.targets import device_facts
+    from k3dsl.targets import all_devices, device_facts
 
     check_names("op", op or [], op_names())
     check_names("gate level", [gate], list(GATES))
     facts = device_facts(gpu) if gpu else None
     names = {gpu, *(facts.reported if facts else ())}
+    kept = store.entries()
+    if gpu is not None and facts is None:
+        check_names("GPU", [gpu], sorted({*(d.name for d in all_devices()), *(w.key.gpu["name"] for w in kept), "cpu"}))
     chosen = [
         winner
-        for winner in store.entries()
+        for winner in kept
         if (not op or winner.key.op in op)
         and (gpu is None or winner.key.gpu["name"] in names)
         and GATES.index(winner.key.gate) >= GATES.index(gate)

@@ -16,6 +16,9 @@ from k3dsl.ops.attention.space import MAX_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 from k3dsl.runtime.plan import Plan, buffers_of
 
+ROWS = (16, 32, 64, 128)
+"""Choices of queries times heads of a group that a program holds."""
+
 SCRATCH = ("partial_o", "partial_lse")
 
 
@@ -64,13 +67,15 @@ def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapp
     if reasons := common.head_constraints(dims) + common.width_constraints(dims, D=MAX_WIDTH, V=MAX_WIDTH):
         return reasons
     group = pow2(dims["H"] // dims["HK"])
-    return [f"rows {knobs['rows']} hold no query of a group of {group} heads"] if knobs["rows"] < group else []
+    if knobs["rows"] < min(group, ROWS[-1]):  # a larger group has a program a query, whatever rows is
+        return [f"rows {knobs['rows']} hold no query of a group of {group} heads"]
+    return []
 
 
 def rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """Rows for the queries there are; parts of the keys until some 256 programs have work, 256 keys a part at least."""
     group = pow2(dims["H"] // dims["HK"])
-    rows = max(16, min(64, group * pow2(max(1, dims["T"]))), group)
+    rows = min(ROWS[-1], max(16, min(64, group * pow2(max(1, dims["T"]))), group))
     programs = max(1, dims["B"] * dims["HK"] * -(-dims["T"] * group // rows))
     splits = 1
     while splits < 64 and programs * splits < 256 and splits * 256 < dims["S"]:
@@ -150,7 +155,7 @@ ATTENTION_DECODE = Op(
         Dim("V", 0, "width of values; 0: as the keys", static=True),
     ),
     knobs=(
-        Knob("rows", (16, 32, 64, 128), 16, "queries times heads of a group a program"),
+        Knob("rows", ROWS, 16, "queries times heads of a group a program"),
         Knob("block_k", (16, 32, 64, 128), 64, "keys in one step"),
         Knob("splits", (1, 2, 4, 8, 16, 32, 64), 1, "parts of the keys, put together by a second launch"),
         Knob("num_warps", (1, 2, 4, 8), 4, "warps a program"),

@@ -88,7 +88,7 @@ def step_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options:
 def step_rule(options: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """128 registers of state a thread. All of a head's state is on its way at once, and two heads share a multiprocessor;
     more warps would repeat the work on a head's channels more often, and its registers leave room for one head only."""
-    return {"num_warps": max(1, min(16, pow2(dims["V"]) * dims["K"] // 4096))}
+    return {"num_warps": max(1, min(16, pow2(dims["V"]) * pow2(dims["K"]) // 4096))}
 
 
 STEP = Op(

@@ -13,12 +13,14 @@ from k3dsl.ops import common
 from k3dsl.ops.mla import judge, plans
 from k3dsl.ops.mla.check import MAX_LATENT, MAX_TOKENS, MAX_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
-from k3dsl.targets import Target, device_facts
+from k3dsl.targets import Target, all_targets, device_facts
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 66, 96, 132)
 """Choices of how many parts the keys of a request are cut into; 66 and 132 fill an H200 from two programs and from one."""
 LEAST_BLOCKS = 4
 """Blocks of keys of a split at least, where the page table has room for as many."""
+MOST_SHARED = max(target.shared_per_block for target in all_targets())
+"""Bytes that a program may have on any target."""
 L2_SHARE = 24 << 20
 """Bytes of keys and values that heads which run together may have, so that they stay in a 50 MB L2 cache."""
 
@@ -163,6 +165,11 @@ def decode_constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], option
         reasons.append(f"T = {dims['T']} new tokens, needs 1 to {MAX_TOKENS}; use mla.prefill for more")
     if knobs["block_h"] * dims["C"] > 64 * 512:
         reasons.append(f"{knobs['block_h']} rows of C = {dims['C']} sums do not fit a program's registers")
+    held = (knobs["block_h"] + knobs["block_n"]) * (dims["C"] + dims["E"]) * options["dtype"].bytes
+    if held > MOST_SHARED:  # said at once: ptxas takes minutes over fp32 products of 64 rows
+        reasons.append(
+            f"{knobs['block_h']} rows of queries and {knobs['block_n']} keys take {held} bytes of shared memory"
+        )
     return reasons
 
 

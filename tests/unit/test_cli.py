@@ -66,6 +66,7 @@ MISTAKES = [
     ),
     (("run", "kda.decode", "--backend", "trion"), "unknown backend 'trion'; did you mean triton?"),
     (("run", "kda.decode", "--cases", "hole"), "unknown set of cases 'hole'; did you mean whole?"),
+    (("pack", "build", "--gpu", "H300", "-o", "nowhere.json"), "unknown GPU 'H300'; did you mean H200 or MI300X?"),
     (("shw",), "No such command 'shw'. Did you mean 'show'?"),
     (("show",), "Missing argument 'OP'"),
     (("show", "kda.decode", "--tarmget", "x"), "No such option: --tarmget"),
@@ -74,6 +75,7 @@ REFUSED = [
     ((*DECODE, "--set", "block_v=33"), "knob block_v cannot be 33", "choose one of 8, 16, 32, 64, 128"),
     ((*DECODE, "--set", "gate=boundd"), "option gate cannot be 'boundd'", "choose one of bounded, softplus, none"),
     ((*DECODE, "--set", "scale=abc"), "option scale cannot be 'abc'", "give a number, or none"),
+    ((*DECODE, "--dims", "B=3,H=2", "--dims", "B=4"), "dim B is given as 3 and as 4", "give it once"),
     ((*DECODE, "--set", "block_v"), "--set takes NAME=VALUE, got 'block_v'", "--set NAME=VALUE"),
     ((*DECODE, "--set", "decode.num_warps=3"), "num_warps must be a power of two up to 32, got 3", None),
     ((*DECODE, "--set", "decode.stages=3"), "stages go by loop label, got 3", "stages.LABEL=3"),
@@ -230,6 +232,11 @@ def test_ops_lists_every_op_and_all_about_one():
 )
 def test_show_prints_a_kernel_at_each_stage(stage, target, pattern):
     assert re.search(pattern, run("show", "kda.decode", *SMALL, "--stage", stage, "--target", target).stdout)
+
+
+@pytest.mark.parametrize("op", ["kda.decode", "kda.forward", "kda.step"])
+def test_explain_refuses_widths_that_a_call_refuses(op):
+    assert "K = 96, supported are 64, 128" in run("explain", op, "--dims", "K=96", status=1).stdout
 
 
 def test_show_has_the_depth_that_compile_builds(tmp_path):
