@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Watch = Callable[["Problem", float], AbstractContextManager["Callable[[State], None] | None"]]
 LEAST_S = 1.0
 """Of a total budget: what the last op gets when the others used it up; its default is still judged."""
+START_S = {True: 30.0, False: 4.0}
+"""About what processes take to start, on a machine with GPUs and on one without."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,10 @@ def tune_each(
             share = limits.budget_s
             if total_budget_s is not None:
                 left = total_budget_s - (time.monotonic() - start)
-                share = max(LEAST_S, min(share, left / (len(problems) - number)))
+                share = max(
+                    LEAST_S,
+                    min(share, _share(left, len(problems) - number, 0.0 if number else START_S[where is not None])),
+                )
             with watch(p, share) if watch is not None else nullcontext() as seen:
                 result = sweep(
                     p.op, p.dims, p.options, replace(limits, budget_s=share), target=where, backends=chosen, seed=seed,
@@ -150,6 +155,12 @@ def tune_each(
             yield replace(result, saved=_save(result, used[0])) if keep else result
             if result.interrupted:
                 return
+
+
+def _share(left_s: float, problems: int, start_s: float) -> float:
+    """Of what is left for so many problems, seconds for the first of them. Processes that it has to start take `start_s`, which
+    is not to be its loss alone."""
+    return start_s + (left_s - start_s) / problems if left_s > start_s else left_s / problems
 
 
 # ---- what is here ----------------------------------------------------------------------------------------------------------
