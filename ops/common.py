@@ -156,10 +156,10 @@ def seen_pairs(queries: int, keys: int, causal: bool) -> int:
     return seeing * (keys - seeing) + seeing * (seeing + 1) // 2
 
 
-def head_constraints(dims: Mapping[str, Any]) -> list[str]:
-    """Why heads do not go together: each query and key head serves as many value heads. HK 0 stands for as many."""
+def head_constraints(dims: Mapping[str, Any], many: str = "value heads", few: str = "query and key heads") -> list[str]:
+    """Why heads do not go together: each of the HK few serves as many of the H many. HK 0 stands for as many."""
     H, HK = dims["H"], dims["HK"]
-    return [f"H = {H} value heads are no multiple of HK = {HK} query and key heads"] if HK and H % HK else []
+    return [f"H = {H} {many} are no multiple of HK = {HK} {few}"] if HK and H % HK else []
 
 
 def is_width(width: int, most: int) -> bool:

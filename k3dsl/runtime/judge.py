@@ -250,8 +250,10 @@ def _judge_case(op: Op, case: Case, device: torch.device, repeats: int, seed: in
             if differing := _different(outputs[0], again):
                 problems.append(f"{differing} of call {n} is not bitwise the first call's")
     except Exception as error:  # one broken case must not hide the rest
-        kind = "" if isinstance(error, K3Error) else f"{type(error).__name__}: "
-        problems.append(f"{kind}{error}".splitlines()[0])
+        kind, remedy = f"{type(error).__name__}: ", None
+        if isinstance(error, K3Error):
+            kind, remedy = "", error.fix
+        problems.append(f"{kind}{error}".splitlines()[0] + (f"; {remedy}" if remedy else ""))
         seconds = time.perf_counter() - start
     return Verdict(case.name, case.family, errors, limits, repeats, seconds, "; ".join(problems) or None)
 

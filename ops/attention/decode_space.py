@@ -12,7 +12,7 @@ from k3dsl.backends.triton.text import pow2
 from k3dsl.ir.types import bf16, f16, f32
 from k3dsl.ops import common
 from k3dsl.ops.attention import decode, reference
-from k3dsl.ops.attention.space import MAX_WIDTH
+from k3dsl.ops.attention.space import HEADS, MAX_WIDTH
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 from k3dsl.runtime.plan import Plan, buffers_of
 
@@ -64,7 +64,8 @@ def plan(
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    if reasons := common.head_constraints(dims) + common.width_constraints(dims, D=MAX_WIDTH, V=MAX_WIDTH):
+    reasons = common.head_constraints(dims, *HEADS) + common.width_constraints(dims, D=MAX_WIDTH, V=MAX_WIDTH)
+    if reasons:
         return reasons
     group = pow2(dims["H"] // dims["HK"])
     if knobs["rows"] < min(group, ROWS[-1]):  # a larger group has a program a query, whatever rows is

@@ -14,6 +14,7 @@ from k3dsl.ops.attention import kernels, reference
 from k3dsl.runtime.op import Dim, Knob, Op, Option
 from k3dsl.runtime.plan import Plan
 
+HEADS = ("query heads", "key and value heads")
 MAX_WIDTH = 256
 """Of a head's queries and keys, and of its values."""
 
@@ -58,7 +59,7 @@ def tilelang_schedule(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 def constraints(dims: Mapping[str, Any], knobs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Why a point of the space is refused."""
-    reasons = common.head_constraints(dims) + common.width_constraints(dims, D=MAX_WIDTH, V=MAX_WIDTH)
+    reasons = common.head_constraints(dims, *HEADS) + common.width_constraints(dims, D=MAX_WIDTH, V=MAX_WIDTH)
     T, S = dims["T"], dims["S"]
     if options["causal"] and isinstance(T, int) and isinstance(S, int) and S < T:
         reasons.append(f"S = {S} keys for T = {T} queries: a causal mask needs as many")

@@ -336,7 +336,8 @@ def test_a_dim_that_is_compiled_in_is_at_least_1_and_none_is_beyond_int32(name: 
     "name", ["kda.forward", "kda.decode", "delta_rule", "linear_attention.decode", "attention", "attention.decode"]
 )
 def test_heads_that_do_not_go_together_are_refused_before_anything_is_compiled(name: str) -> None:
+    many = "query" if name.startswith("attention") else "value"
     for H, HK in ((6, 4), (4, 8)):
-        with pytest.raises(LegalityError, match=f"H = {H} value heads are no multiple of HK = {HK}"):
+        with pytest.raises(LegalityError, match=f"H = {H} {many} heads are no multiple of HK = {HK}"):
             get_op(name).point({"H": H, "HK": HK}, {}).check()
     get_op(name).point({"H": 8, "HK": 4}, {}).check()
