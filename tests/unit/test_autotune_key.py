@@ -10,6 +10,7 @@ from winner_examples import H100, H200, winner
 from k3dsl.autotune.key import Key, bucket_of, explain_miss, options_of, toolchain_of
 from k3dsl.errors import ArgumentError
 from k3dsl.ops.kda.space import FORWARD
+from k3dsl.ops.registry import get_op, op_names
 from k3dsl.targets import get_target
 
 
@@ -93,3 +94,14 @@ def test_numerics_and_facts_come_from_the_plan():
 def test_a_gate_level_that_does_not_exist_is_an_error():
     with pytest.raises(ArgumentError, match="gate level"):
         winner(gate="some")
+
+
+@pytest.mark.parametrize("name", op_names())
+def test_settings_of_one_scale_or_epsilon_are_those_of_every_other(name):
+    """A model names its own, often the very number that None stands for."""
+    op = get_op(name)
+    usual = op.resolve_options({})
+    for option in op.options:
+        if option.name in ("scale", "eps", "norm_eps", "beta", "linear_beta"):
+            assert option.constant, option.name
+            assert options_of(op, {**usual, option.name: 0.07}) == options_of(op, usual)

@@ -117,6 +117,26 @@ def test_verify_names_what_broke():
         assert all(problem.startswith(pack.title(bad)) for problem in problems)
 
 
+def test_a_key_whose_toolchain_is_not_that_of_its_launches_is_told_wherever_it_is_verified():
+    """It could never be picked up: what a launch goes through is what a lookup compares."""
+    row = winner({"block_m": 64})
+    more = replace(row, key=replace(row.key, toolchain={**row.key.toolchain, "tilelang": "0.1.15"}))
+    (problem,) = pack.verify(pack.Pack((more,)))
+    assert problem.endswith("its key names tilelang, which no launch of it goes through now: tune it again")
+    less = replace(row, key=replace(row.key, toolchain={"k3dsl": row.key.toolchain["k3dsl"]}))
+    (problem,) = pack.verify(pack.Pack((less,)))
+    assert "its key does not name ptxas, triton, which launches of it go through now" in problem
+
+
+def test_a_row_is_named_with_the_options_that_are_not_usual_and_the_backends_of_its_launches():
+    pytest.importorskip("tilelang")
+    mixed = {"scan.backend": "tilelang", "segments": 1}
+    row = winner(mixed, op="kda.forward", dims={"T": 256, "H": 2}, options={"v_first": True, "scale": 0.5})
+    assert row.unusual == {"v_first": True}
+    assert row.backends == ["tilelang", "triton"]
+    assert " v_first=true on NVIDIA H200" in pack.title(row)
+
+
 def test_the_commands(tmp_path, monkeypatch):
     monkeypatch.setenv("K3DSL_CACHE_DIR", str(tmp_path))
     run = lambda *words: CliRunner().invoke(app, list(words))  # noqa: E731
