@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -212,6 +213,7 @@ def compile(
         tensors: dtype of each tensor whose declaration leaves it open (k3dsl or torch dtype, or name).
         target: 'sm_90a' and the like; 'cpu' for the torch backend; None for what this machine has.
         schedule: a TritonSchedule or TileLangSchedule, or its fields by name: num_warps or threads, stages by loop label.
+            Threads that are left open are as many, up to 128, as let most products become matrix instructions.
         backend: 'triton' or 'tilelang'; None is that of the schedule, else what K3DSL_BACKEND says, else Triton.
 
     Raises:
@@ -244,7 +246,14 @@ def compile(
         where = target
     if where is None:
         return CompiledKernel(Launch(ir.name, ir, "torch", None), None)
+    left_open = schedule is None or (isinstance(schedule, Mapping) and "threads" not in schedule)
     chosen, schedule = _scheduled(backend, schedule)
+    if chosen == "tilelang" and left_open:
+        from k3dsl.backends.tilelang.dots import threads_for
+        from k3dsl.backends.tilelang.schedule import TileLangSchedule
+
+        assert isinstance(schedule, TileLangSchedule)
+        schedule = replace(schedule, threads=threads_for(ir, schedule, where))
     compiled = CompiledKernel(Launch(ir.name, ir, chosen, schedule), where)
     executable.lower(compiled.launch, where)
     return compiled

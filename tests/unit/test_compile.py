@@ -8,7 +8,7 @@ import torch
 
 import k3dsl
 from k3dsl.errors import ArgumentError, LaunchError, LegalityError, UnknownNameError
-from k3dsl.language import In, Out, Scalar, Sym, TensorSpec, cdiv, f32, i32, kernel, program_id, span, zeros
+from k3dsl.language import In, Out, Scalar, Sym, TensorSpec, bf16, cdiv, dot, f32, i32, kernel, program_id, span, zeros
 from k3dsl.runtime.executable import BoundLaunch
 from k3dsl.targets import get_target
 
@@ -116,6 +116,20 @@ def test_a_grid_that_no_gpu_takes_is_refused_when_its_size_is_compiled_in(backen
         k3dsl.compile(one_program_a_row, dims={"T": 65536, "D": 8}, target="sm_90a", backend=backend)
     assert error.match(r"test_compile.py:\d+")
     k3dsl.compile(one_program_a_row, dims={"T": 65536, "D": 8}, target="cpu")
+
+
+@kernel(grid=lambda d, c: (1,))
+def product(d, c, a=In("M 16", bf16), b=In("16 N", bf16), o=Out("M N", f32)):
+    o[:] = dot(a[:], b[:])
+
+
+@pytest.mark.parametrize(("m", "n", "threads"), [(128, 64, 128), (32, 16, 128), (16, 16, 64), (16, 8, 32)])
+def test_threads_that_nobody_gave_let_products_become_matrix_instructions(m, n, threads):
+    dims = {"M": m, "N": n}
+    found = k3dsl.compile(product, dims=dims, target="sm_80", backend="tilelang")
+    assert found.launch.schedule.threads == threads
+    given = k3dsl.compile(product, dims=dims, target="sm_80", backend="tilelang", schedule={"threads": 256})
+    assert given.launch.schedule.threads == 256
 
 
 @kernel(grid=lambda d, c: (1,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3dsl.backends.tilelang.schedule import TileLangSchedule
 from k3dsl.backends.tilelang.uses import is_swap
@@ -74,6 +74,19 @@ def plan_dots(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> dic
         (a, a_t), (b, b_t) = operand(op.operands[0]), operand(op.operands[1])
         plans[id(op)] = DotPlan(name, op, form, why, policy, warps, a, b, a_t, b_t)
     return plans
+
+
+THREADS = (128, 64, 32)
+"""Choices of `threads_for`, the first where they are equal."""
+
+
+def threads_for(kernel: Kernel, schedule: TileLangSchedule, target: Target) -> int:
+    """How many threads a program gets that nobody gave any: those with which most products become matrix instructions."""
+
+    def products(threads: int) -> int:
+        return sum(plan.matrix for plan in plan_dots(kernel, replace(schedule, threads=threads), target).values())
+
+    return max(THREADS, key=products)
 
 
 def _form(op: Op, policy: str, schedule: TileLangSchedule, target: Target) -> tuple[str, str, tuple[int, int], str]:
