@@ -448,7 +448,7 @@ def build_candidate(
         op = find_op(candidate.op)
         settings = {**candidate.options, **candidate.settings}
         op.point(candidate.dims, settings).check()  # a symbol says less than the number
-        launches = _own_launches(op, candidate, settings)
+        launches = _own_launches(op, candidate, settings, target)
         for launch in launches:
             where = f"launch {launch.label}: "
             if launch.backend == "torch":
@@ -476,21 +476,23 @@ def build_candidate(
     return ended(End.OK)
 
 
-def _own_launches(op: Op, candidate: Candidate, settings: Mapping[str, Any]) -> list[Launch]:
+def _own_launches(op: Op, candidate: Candidate, settings: Mapping[str, Any], target: str | None) -> list[Launch]:
     """What a call at the candidate's own dims launches on a GPU. Of an op that plans nothing when it is called with shapes
     alone, and on the CPU, what its plan has for dims like these."""
     if candidate.backend != "torch" and op.inputs is not None and op.call is not None:
         dims, options = op.resolve_dims(candidate.dims), op.resolve_options(candidate.options)
-        if found := _planned(op, candidate, partial(op.inputs, dims, options, "cpu", 0)):
+        if found := _planned(op, candidate, partial(op.inputs, dims, options, "cpu", 0), target):
             return found
     return list(op.point(candidate.dims, settings, symbolic=True).plan(candidate.backend).launches)
 
 
-def _planned(op: Op, candidate: Candidate, draw: Callable[[], Mapping[str, Any]]) -> list[Launch]:
+def _planned(op: Op, candidate: Candidate, draw: Callable[[], Mapping[str, Any]], target: str | None) -> list[Launch]:
     """What a call on such inputs launches on a GPU with the candidate's settings; no two of one label."""
     from k3dsl.autotune.drawn import planned_calls
+    from k3dsl.targets import get_target
 
-    calls = planned_calls(op, draw, candidate.backend, candidate.settings)
+    where = None if target is None else get_target(target)
+    calls = planned_calls(op, draw, candidate.backend, candidate.settings, where)
     several = len(calls) > 1
     return [
         replace(launch, label=f"{n + 1}.{launch.label}") if several else launch
@@ -522,7 +524,7 @@ def build_cases(candidate: Candidate, target: str | None, part: Part, step: Call
             step(f"{where}planning")
             launches: list[Launch] = []
             with suppress(*REFUSALS):
-                launches = _planned(op, candidate, partial(case.make, "cpu", 0))
+                launches = _planned(op, candidate, partial(case.make, "cpu", 0), target)
             for launch in launches:
                 step(f"{where}building launch {launch.label}")
                 with suppress(*REFUSALS):

@@ -12,6 +12,7 @@ from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import Call
 from k3dsl.runtime.op import Op, defaults_only, forced
 from k3dsl.runtime.sketch import sketched
+from k3dsl.targets import Target
 
 KEEP_ABOVE_S = 0.5
 """Inputs that are drawn sooner are drawn again; many ops draw on the GPU itself, in no time."""
@@ -68,14 +69,18 @@ def moved(x: Any, device: torch.device | str, copied: dict[int, torch.Tensor]) -
 
 
 def planned_calls(
-    op: Op, draw: Callable[[], Mapping[str, Any]], backend: str, settings: Mapping[str, Any]
+    op: Op,
+    draw: Callable[[], Mapping[str, Any]],
+    backend: str,
+    settings: Mapping[str, Any],
+    target: Target | None = None,
 ) -> list[Call]:
     """The executables that a call on such inputs would run on a GPU, see dispatch.planning. settings: knobs and schedule
     fields; the op's defaults for the rest."""
     knobs, _, schedules = op.split_settings(settings)
     chosen = forced(op, knobs, schedules) if knobs or schedules else defaults_only(op)
     assert op.call is not None
-    with torch.inference_mode(), planning(backend) as calls, chosen:
+    with torch.inference_mode(), planning(backend, target) as calls, chosen:
         inputs = sketched(draw)
         # whoever runs it gives it a copy of what it changes
         op.call(**{n: torch.empty_like(x) if n in op.mutates and x is not None else x for n, x in inputs.items()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -17,7 +18,7 @@ from k3dsl import settings
 from k3dsl.autotune import pack, store
 from k3dsl.autotune.key import describe_gpu, options_of, target_of
 from k3dsl.autotune.store import Winner, warn_once
-from k3dsl.errors import K3Error, PackError
+from k3dsl.errors import ArgumentError, K3Error, PackError
 from k3dsl.ir.verifier import verify
 from k3dsl.runtime.backends import GENERATING
 from k3dsl.runtime.dispatch import Choice, Problem
@@ -93,7 +94,7 @@ def find(problem: Problem, gpu: Mapping[str, Any], known: Iterable[Winner]) -> F
     order: list[tuple[Step, float, Winner]] = []
     refused: list[str] = []
     for winner in known:
-        if winner.key.op == problem.op.name and winner.key.options == options:
+        if winner.key.op == problem.op.name and _options(problem.op, winner) == options:
             step = _step(problem.op, winner, problem.dims, gpu)
             if step is not None:
                 order.append((step, _distance(winner, problem.dims), winner))
@@ -103,6 +104,20 @@ def find(problem: Problem, gpu: Mapping[str, Any], known: Iterable[Winner]) -> F
             return Found(step, choice, winner, tuple(refused))
         refused.append(f"{pack.title(winner)}: {'; '.join(reasons)}")
     return Found(Step.DEFAULT, None, None, tuple(refused))
+
+
+_known_options: dict[str, Mapping[str, Any]] = {}
+
+
+def _options(op: Op, winner: Winner) -> Mapping[str, Any]:
+    """The winner's options as keys have them now; it may be from when they named what counts nothing any more."""
+    found = _known_options.get(winner.name)
+    if found is None:
+        found = winner.key.options
+        with suppress(ArgumentError):  # of an option that there is no longer
+            found = options_of(op, op.resolve_options(found))
+        _known_options[winner.name] = found
+    return found
 
 
 def _step(op: Op, winner: Winner, dims: Mapping[str, int], gpu: Mapping[str, Any]) -> Step | None:

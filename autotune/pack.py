@@ -48,10 +48,10 @@ def _order(row: Winner) -> tuple[Any, ...]:
 
 
 def title(row: Winner) -> str:
-    """A row as a person would name it: op, dims, the options that are not the default, GPU."""
+    """A row as a person would name it: op, dims, the options that are not the default, backends, GPU."""
     dims = ",".join(f"{name}={value}" for name, value in row.key.dims.items())
     options = "".join(f" {text}" for text in written(row.unusual))
-    return f"{row.key.op} {dims}{options} on {row.key.gpu['name']}"
+    return f"{row.key.op} {dims}{options} through {' + '.join(row.backends)} on {row.key.gpu['name']}"
 
 
 def load(path: Path) -> Pack:

@@ -10,7 +10,7 @@ from typing import Any
 
 from k3dsl.autotune.trial import Candidate, written
 from k3dsl.backends.base import Reason
-from k3dsl.errors import ArgumentError, K3Error, LegalityError, TraceError, VerifyError
+from k3dsl.errors import ArgumentError, K3Error, KernelCodeError, LegalityError, TraceError, VerifyError
 from k3dsl.ir.graph import Kernel, walk
 from k3dsl.ir.types import TileType
 from k3dsl.runtime import backends as registry
@@ -315,6 +315,8 @@ class Space:
                     self._plans[key] = {
                         b: self.op.plan(point.dims, point.knobs, point.options, b, {}) for b in self.backends
                     }
+            except KernelCodeError:  # no point of the space, but a fault of the kernel
+                raise
             except (TraceError, VerifyError, LegalityError, ArgumentError) as error:
                 self._plans[key] = Reason("trace", error.message, error.where)
         return self._plans[key]

@@ -160,7 +160,8 @@ def tune_each(
 def _share(left_s: float, problems: int, start_s: float) -> float:
     """Of what is left for so many problems, seconds for the first of them. Processes that it has to start take `start_s`, which
     is not to be its loss alone."""
-    return start_s + (left_s - start_s) / problems if left_s > start_s else left_s / problems
+    start_s = min(start_s, left_s / problems)
+    return start_s + (left_s - start_s) / problems
 
 
 # ---- what is here ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ class TraceError(K3Error):
     """A kernel's Python function did something that cannot be traced."""
 
 
+class KernelCodeError(TraceError):
+    """Python itself refused what a kernel's function did: its cause is that error, and may be a fault of whoever wrote it."""
+
+
 class ParseError(K3Error):
     """Printed IR that does not parse."""
 

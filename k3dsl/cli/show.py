@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +18,7 @@ from k3dsl.cli.common import (
     parse_settings,
     target_named,
 )
-from k3dsl.errors import ArgumentError
+from k3dsl.errors import ArgumentError, BuildError, LegalityError, ResourceError
 
 if TYPE_CHECKING:
     from k3dsl.runtime.plan import Launch
@@ -67,9 +68,10 @@ def show_command(
 
 
 def text_of(launch: Launch, stage: str, target: Target) -> str:
-    """One kernel at a stage, with the schedule that it is compiled with: the first that the target's shared memory holds.
+    """One kernel at a stage, with the schedule that it is compiled with: the first that the target's shared memory holds. Text
+    of one that none makes fit is that of its own schedule.
 
-    Raises ArgumentError for a stage that the target does not have, ResourceError where no schedule fits.
+    Raises ArgumentError for a stage that the target does not have, ResourceError where machine code does not fit.
     """
     from k3dsl.ir.printer import print_kernel
     from k3dsl.runtime import executable
@@ -82,7 +84,8 @@ def text_of(launch: Launch, stage: str, target: Target) -> str:
             fix="choose with --kernel",
         )
     if stage in ("triton", "tilelang", "placement") and launch.smaller:
-        launch, _ = executable.fitted(launch, target)
+        with suppress(BuildError, LegalityError, ResourceError):
+            launch, _ = executable.fitted(launch, target)
     if stage in ("triton", "tilelang"):
         return executable.lower(launch, target).text
     if stage == "placement":

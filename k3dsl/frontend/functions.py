@@ -299,7 +299,11 @@ def loop(
 def _check_body(body: Callable[..., Any], what: str, given: Sequence[str]) -> None:
     """Raises TraceError for a body that cannot take what it is given."""
     try:
-        inspect.signature(body).bind(*given)
+        signature = inspect.signature(body)
+    except ValueError:  # a function of C, which says nothing of itself
+        return
+    try:
+        signature.bind(*given)
     except TypeError as error:
         raise TraceError(
             f"the body of a {what} takes ({', '.join(given)}): {error}",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from k3dsl.errors import ArgumentError, K3Error, ParseError, TraceError, UnknownNameError
+from k3dsl.errors import ArgumentError, K3Error, KernelCodeError, ParseError, TraceError, UnknownNameError
 from k3dsl.frontend.builder import Builder, internal, short_path, user_location
 from k3dsl.frontend.tensor import Declaration, Span, TensorRef, TensorSpec
 from k3dsl.frontend.tile import Tile
@@ -190,16 +192,18 @@ def kernel(
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Declares a kernel. grid: (dims, knobs) -> a tuple of 1 to 3 extents."""
     if function is not None or grid is None:
-        raise TraceError(
-            "@kernel without a grid",
-            where=user_location(),
-            fix="@kernel(grid=lambda d, c: (d.T,)): programs along each axis",
-        )
+        what = "@kernel without a grid" if grid is None else "@kernel takes its function as a decorator does"
+        raise TraceError(what, where=user_location(), fix="@kernel(grid=lambda d, c: (d.T,)): programs along each axis")
 
     def decorate(fn: Callable[..., None]) -> Kernel:
         return Kernel(fn, grid, name)
 
     return decorate
+
+
+PYTHONS_OWN = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+"""Errors that Python raises over what a kernel's function does."""
+_OTHERS = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
 @contextmanager
@@ -208,21 +212,22 @@ def _located(kernel: Kernel) -> Iterator[None]:
     try:
         yield
     except K3Error as error:
-        if error.where is not None or not isinstance(error, TraceError):
+        if error.where is not None or type(error) is not TraceError:
             raise
-        raise type(error)(error.message, where=_user_line(error) or kernel.location, fix=error.fix) from error
-    except (AttributeError, TypeError, ValueError) as error:
+        raise TraceError(error.message, where=_user_line(error, kernel), fix=error.fix) from error
+    except PYTHONS_OWN as error:
         message = f"kernel {kernel.name}: {type(error).__name__}: {error}"
-        raise TraceError(message, where=_user_line(error) or kernel.location) from error
+        raise KernelCodeError(message, where=_user_line(error, kernel)) from error
 
 
-def _user_line(error: BaseException) -> str | None:
-    """file:line of the user's code that was the last to run when the error was raised."""
-    found = None
+def _user_line(error: BaseException, kernel: Kernel) -> str:
+    """file:line of the user's code that was the last to run when the error was raised; the kernel's where none was."""
+    found = kernel.location
+    own = kernel.fn.__code__.co_filename
     trace = error.__traceback__
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        if not internal(path):
+        if path == own or not (internal(path) or os.path.realpath(path).startswith(_OTHERS)):
             found = f"{short_path(path)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

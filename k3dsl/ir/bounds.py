@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from k3dsl.ir.graph import Index, Op, TensorParam
 from k3dsl.ir.opset import access_shape
-from k3dsl.ir.scalars import static_expr
+from k3dsl.ir.scalars import static_expr, uniform_constant
 from k3dsl.ir.symbols import Expr
 
 Problem = tuple[str, str | None]
@@ -14,12 +14,13 @@ KINDS = ("scalar", "full", "span", "tile")
 def check_index(op: Op, tensor: TensorParam, runs: bool = True) -> Problem | None:
     """The first thing wrong with a memory op's index, with what to change; None when nothing is.
 
-    runs: False where the op is known never to run, so that it may say what rows it likes. So may one with a mask, which says
-    what is accessed.
+    runs: False where the op is known never to run, so that it may say what rows it likes. One with a mask may name rows that
+    are not there: the mask says what is accessed, unless it is known to be true everywhere.
     """
-    runs = runs and op.attrs.get("mask_slot") is None
+    slot = op.attrs.get("mask_slot")
+    masked = slot is not None and uniform_constant(op.operands[slot]) is not True
     for axis, index in enumerate(op.index):
-        found = _form(op, index) or (_range(op, tensor, axis, index) if runs else None)
+        found = _form(op, index) or (_range(op, tensor, axis, index, masked) if runs else None)
         if found is not None:
             return f"axis {axis} of {tensor.name}: {found[0]}", found[1]
     order = op.attrs.get("order")
@@ -45,10 +46,15 @@ def _form(op: Op, index: Index) -> Problem | None:
     return None
 
 
-def _range(op: Op, tensor: TensorParam, axis: int, index: Index) -> Problem | None:
+def _range(op: Op, tensor: TensorParam, axis: int, index: Index, masked: bool) -> Problem | None:
     if index.kind not in ("scalar", "span") or index.start is None:
         return None
     extent, start = tensor.shape[axis], static_expr(op.operands[index.start])
+    end = None if index.end is None else static_expr(op.operands[index.end])
+    if end is not None and (end - extent - 1).nonnegative():
+        return f"end={end} is past the extent {extent}", None
+    if masked:
+        return None
     if start is not None and _negative(start):
         return f"index {start} is negative", "count from 0"
     if index.kind == "scalar":
@@ -63,10 +69,6 @@ def _range(op: Op, tensor: TensorParam, axis: int, index: Index) -> Problem | No
         if (last - extent - 1 if isinstance(last, Expr) else Expr.of(last) - extent - 1).nonnegative():
             at = "" if start is None else f" from {start}"
             return f"a span of {rows} rows{at} overruns the extent {extent}", "give span(..., end=...)"
-        return None
-    end = static_expr(op.operands[index.end])
-    if end is not None and (end - extent - 1).nonnegative():
-        return f"end={end} is past the extent {extent}", None
     return None
 
 

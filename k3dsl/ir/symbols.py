@@ -204,11 +204,10 @@ class Expr:
         return c != 0
 
     def __truediv__(self, other: object) -> Expr:
-        raise TraceError(
-            f"{self} / {other} is no integer", fix=f"{self} // {other}, or cdiv({self}, {other}) to round up"
-        )
+        return _no_quotient(self, other, other)
 
-    __rtruediv__ = __truediv__
+    def __rtruediv__(self, other: object) -> Expr:
+        return _no_quotient(other, self, other)
 
     def __int__(self) -> int:
         c = self.constant
@@ -410,6 +409,15 @@ def mod(a: IntLike, b: IntLike) -> Expr:
         return Expr.of(Opaque("mod", a, b) if folded is None else folded)
     rest = split[1]
     return rest if rest.constant is not None else Expr.of(Opaque("mod", rest, b))
+
+
+def _no_quotient(a: object, b: object, given: object) -> Expr:
+    """Refuses a / b of dims and numbers, of which one is `given`; what else is given knows what to do."""
+    if isinstance(given, float):
+        raise TraceError(f"{a} / {b} is no integer", fix="scalar(...) of the dim makes it a traced number")
+    if isinstance(given, (int, Expr, Sym)):
+        raise TraceError(f"{a} / {b} is no integer", fix=f"{a} // {b}, or cdiv({a}, {b}) to round up")
+    return NotImplemented
 
 
 def smaller(a: IntLike, b: IntLike) -> Expr:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 from k3dsl.backends.base import Artifact, Source
@@ -116,15 +119,19 @@ class CompiledKernel:
 
     def _number(self, name: str, dtype: DType, value: Any) -> bool | int | float:
         """The value of a scalar. Raises ArgumentError for what its dtype does not hold."""
-        number = not isinstance(value, bool)
+        number = not isinstance(value, (bool, np.bool_))
         if dtype.is_bool:
             needs = "True or False"
             if not number:
                 return bool(value)
         elif dtype.is_float:
-            needs = "a float"
+            most = torch.finfo(torch_dtypes.to_torch(dtype)).max
+            needs = f"a float of up to {most:.3g}"
             if number and isinstance(value, Real):
-                return float(value)
+                with suppress(OverflowError):  # an int that no float holds
+                    given = float(value)
+                    if abs(given) <= most or not math.isfinite(given):
+                        return given
         else:
             low, high = integer_range(dtype)
             needs = f"an int from {low} to {high}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, lru_cache
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -102,25 +102,28 @@ def using_backend(backend: str | None) -> Iterator[None]:
 
 
 _planning: ContextVar[bool] = ContextVar("k3dsl_planning", default=False)
+_planned_for: ContextVar[Target | None] = ContextVar("k3dsl_planned_for", default=None)
 
 
 @contextmanager
-def planning(backend: str) -> Iterator[list[Call]]:
+def planning(backend: str, target: Target | None = None) -> Iterator[list[Call]]:
     """While active, the executables that calls would run on a GPU through this backend, and the runtime dims, are appended to
     the list.
 
     Calls are made on CPU tensors, whose numbers nobody reads; they run nothing, and their outputs hold anything. For
-    building ahead and for counting, where no GPU is. Raises ArgumentError for a backend that builds nothing.
+    building ahead and for counting, where no GPU is. target: of that GPU, on which defaults may depend. Raises ArgumentError
+    for a backend that builds nothing.
     """
     if backend not in GENERATING:
         raise ArgumentError(f"calls through the {backend} backend build nothing", fix=f"one of {', '.join(GENERATING)}")
     calls: list[Call] = []
-    token = _planning.set(True)
+    token, other = _planning.set(True), _planned_for.set(target)
     try:
         with using_backend(backend), watching(calls.append):
             yield calls
     finally:
         _planning.reset(token)
+        _planned_for.reset(other)
 
 
 def only_planned() -> bool:
@@ -195,11 +198,15 @@ def forgotten_with(cache: Cache) -> None:
     _caches.add(cache)
 
 
-def remembered(choose: Callable[..., T]) -> _lru_cache_wrapper[T]:
+def remembered(choose: Callable[..., T]) -> Callable[..., T]:
     """The function with what it chose for 4096 kinds of calls, until `forget`."""
-    found = lru_cache(maxsize=4096)(choose)
+    found = lru_cache(maxsize=4096)(lambda _planned, *given: choose(*given))
     forgotten_with(found)
-    return found
+
+    def look(*given: Any) -> T:
+        return found(_planned_for.get(), *given)
+
+    return look
 
 
 def forget() -> None:
@@ -251,7 +258,7 @@ class Dispatcher:
                 log.warning("%s: tuned settings do not run here, its default is used: %s", problem.op.name, error)
         backend = "triton" if problem.wanted == "auto" else problem.wanted
         on_cpu = computes_on_cpu(problem.device)
-        target = None if on_cpu else current_target(problem.device)
+        target = _planned_for.get() if only_planned() else current_target(problem.device)
         knobs = problem.op.default_knobs(problem.options, problem.dims, on_cpu, target)
         choice = Choice(knobs, None, backend)
         return self._with(choice, *how), choice.knobs

@@ -55,13 +55,22 @@ def _dumped(source: Source, target: Target) -> Source:
 def build(launch: Launch, target: Target) -> Artifact:
     """The machine code of one launch; built once a process for equal kernels, schedules and targets.
 
-    Raises LockedError for one that was not built before k3dsl.lock().
+    Raises LockedError for one that was not built before k3dsl.lock(), ResourceError for one that the target cannot hold.
     """
+    if reason := too_large(launch, target):
+        raise ResourceError(f"{launch.label}: {reason}", fix="use smaller tiles")
     key = (launch.backend, kernel_hash(launch.kernel), repr(launch.schedule), target.name)
     if key not in _artifacts:
         lock.check(f"compiling kernel {launch.kernel.name} for {target.name}", launch.kernel.name)
         _artifacts[key] = backends.build(lower(launch, target), target)
     return _artifacts[key]
+
+
+def too_large(launch: Launch, target: Target) -> str | None:
+    """Why no schedule makes the launch fit the target's shared memory, where that is known before it is compiled."""
+    if target.vendor != "nvidia" or launch.least_shared <= target.shared_per_block:
+        return None
+    return f"needs {launch.least_shared} bytes of shared memory per program, and {target.name} has {target.shared_per_block}"
 
 
 def fitted(launch: Launch, target: Target) -> tuple[Launch, Artifact]:

@@ -69,7 +69,9 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
 
 
 def legality(launch: Launch, target: Target) -> list[Reason]:
-    """What the launch's backend cannot lower, with any of the launch's schedules."""
+    """What the launch's backend cannot lower, with any of the launch's schedules, or the target not hold."""
+    if (reason := executable.too_large(launch, target)) is not None:
+        return [Reason("shared_memory", reason)]
     found = [backends.legality(launch.backend, launch.kernel, s, target) for s in (launch.schedule, *launch.smaller)]
     return found[0] if all(found) else []
 

@@ -192,9 +192,10 @@ def planned_launches(op: Op, cases: Iterable[Case], how: Mapping[str, Any]) -> l
     A case that raises when it is only planned is left to `judge`."""
     assert op.call is not None
     found: dict[tuple[str, str, str], Launch] = {}
-    backend = how["backend"] or choose_backend(torch.device(how["device"]))
+    device = torch.device(how["device"])
+    backend, target = how["backend"] or choose_backend(device), current_target(device)
     for case in cases if backend in GENERATING else ():
-        with suppress(Exception), torch.inference_mode(), planning(backend) as calls:
+        with suppress(Exception), torch.inference_mode(), planning(backend, target) as calls:
             inputs = sketched(partial(case.make, "cpu", how["seed"]))
             with forced(op, how["knobs"], how["schedules"]):
                 op.call(**op.fresh(inputs))

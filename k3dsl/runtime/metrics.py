@@ -50,8 +50,9 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def limit_of(actual: torch.Tensor, expected: torch.Tensor, error: float, limit: float) -> float:
-    """What `error`, their `relative_rms`, may be: the limit or, where that is less than what rounding the reference to the
-    dtype of `actual` costs (one or two elements, all rounded by nearly half a unit in the last place), just that."""
+    """What `error`, their `relative_rms`, may be: the limit or, where rounding the reference itself to the dtype of `actual`
+    costs more, just that. It does where one or two elements are all rounded by nearly half a unit in the last place, and where
+    a dtype has no more digits (numbers of 1e-7 in fp16)."""
     if error <= limit or not limit or not actual.is_floating_point():
         return limit
     rounding = relative_rms(expected.to(actual.dtype), expected)

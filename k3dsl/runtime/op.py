@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,6 +66,7 @@ class Option:
     """A variant of what an op computes: dtypes, flags, numbers. choices: () takes any number.
 
     constant: a number whose value changes neither the work nor which settings are right: tuned for one it is tuned for all.
+    positive: a number above 0.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Option:
     default: Any
     doc: str
     constant: bool = False
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,9 @@ def _chosen(op: str, what: str, entry: Knob | Option, value: Any) -> Any:
     if not entry.choices:
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ArgumentError(f"{op}: {what} {entry.name} cannot be {value!r}", fix="give a number, or none")
+        if value is not None and (not math.isfinite(value) or (entry.positive and value <= 0)):  # type: ignore[union-attr]
+            needs = "a positive number" if entry.positive else "a finite number"  # type: ignore[union-attr]
+            raise ArgumentError(f"{op}: {what} {entry.name} cannot be {value!r}", fix=f"give {needs}")
         return value
     if value is None and None not in entry.choices and "none" in entry.choices:
         value = "none"  # as --set reads the word

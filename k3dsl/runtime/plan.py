@@ -30,7 +30,8 @@ class Buffer:
 class Launch:
     """One kernel launch. args: buffer name by kernel parameter, where they differ. schedule: as its backend defines it.
 
-    smaller: schedules to take in turn where a default one needs more shared memory than the target has.
+    smaller: schedules to take in turn where a default one needs more shared memory than the target has. least_shared: bytes
+    that a program is known to need on any NVIDIA GPU, so that none compiles for minutes what it cannot hold.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Launch:
     args: Mapping[str, str] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
     smaller: tuple[Any, ...] = ()
+    least_shared: int = 0
 
     def buffer_of(self, parameter: str) -> str:
         return self.args.get(parameter, parameter)

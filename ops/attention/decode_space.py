@@ -164,7 +164,7 @@ ATTENTION_DECODE = Op(
     ),
     options=(
         Option("dtype", (bf16, f16, f32), bf16, "of q, the caches and o"),
-        Option("scale", (), None, "of the scores; None: 1/sqrt(D)", constant=True),
+        Option("scale", (), None, "of the scores; None: 1/sqrt(D)", constant=True, positive=True),
         Option("lse", (True, False), True, "writes the log-sum-exp"),
         Option("precision", ("ieee", "tf32x3", "tf32"), "ieee", "how fp32 products are formed"),
     ),

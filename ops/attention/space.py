@@ -154,7 +154,7 @@ ATTENTION = Op(
     options=(
         Option("dtype", (bf16, f16, f32), bf16, "of q, k, v and o"),
         Option("causal", (True, False), True, "hides the keys after a query"),
-        Option("scale", (), None, "of the scores; None: 1/sqrt(D)", constant=True),
+        Option("scale", (), None, "of the scores; None: 1/sqrt(D)", constant=True, positive=True),
         Option("lse", (True, False), True, "writes the log-sum-exp"),
         Option("precision", ("ieee", "tf32x3", "tf32"), "ieee", "how fp32 products are formed"),
     ),

@@ -18,8 +18,8 @@ _CHOICE = (
 )
 _ACTIVATION = (
     Option("activation", ("situ", "silu"), "situ", "of gate and up"),
-    Option("beta", (), 4.0, "where SiTU's gate saturates", constant=True),
-    Option("linear_beta", (), 25.0, "where SiTU's linear factor saturates", constant=True),
+    Option("beta", (), 4.0, "where SiTU's gate saturates", constant=True, positive=True),
+    Option("linear_beta", (), 25.0, "where SiTU's linear factor saturates", constant=True, positive=True),
 )
 _ROWS = Knob("rows", (1, 2, 4, 8), 4, "tokens whose experts a program selects, and its warps")
 _CHUNK = Knob("chunk", (16, 64, 128, 256, 512, 1024), 128, "pairs that a program of the sort counts")

@@ -161,6 +161,13 @@ def test_a_total_budget_is_shared_out_and_what_one_leaves_goes_to_the_others(fak
     assert [budget for _, _, budget, _ in faked] == [50, 40, 40]
 
 
+@pytest.mark.parametrize(("left", "problems"), [(29, 10), (31, 10), (90, 3), (100, 4), (20, 1)])
+def test_the_first_share_leaves_the_others_theirs(left, problems):
+    first = tuning._share(left, problems, 30.0)
+    assert left / problems <= first <= min(left, 30 + left / problems)
+    assert problems == 1 or (left - first) / (problems - 1) >= 0.6 * left / problems
+
+
 def test_several_ops_end_after_one_that_was_interrupted(faked, monkeypatch):
     monkeypatch.setattr(Fake, "start", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     done = list(tune_each([decode(2), decode(4)], backends=["triton"], keep=False))

@@ -20,7 +20,7 @@ from k3dsl.ops.common import Caller
 from k3dsl.ops.kda import api
 from k3dsl.ops.registry import get_op, op_names
 from k3dsl.runtime import dispatch, executable, lock
-from k3dsl.runtime.dispatch import Problem
+from k3dsl.runtime.dispatch import Problem, forget
 from k3dsl.runtime.executable import recording
 from k3dsl.runtime.op import defaults_only, forced, size_number
 from k3dsl.targets import get_target
@@ -85,6 +85,13 @@ def test_a_winner_at_a_length_is_exact_for_calls_of_its_size_class():
 def test_another_architecture_and_other_options_are_a_miss():
     assert find(problem(**HERE), B200, [winner()]).step is Step.DEFAULT
     assert find(problem(options={"dtype": "f32"}, **HERE), H200, [winner()]).step is Step.DEFAULT
+
+
+def test_a_winner_from_when_keys_named_their_scale_serves_every_scale():
+    row = winner(op="kda.forward", dims={"T": 256, "H": 2})
+    old = replace(row, key=replace(row.key, options={**row.key.options, "scale": 0.5}))
+    here = problem(op="kda.forward", T=256, H=2, options={"scale": 0.25})
+    assert find(here, H200, [old]).step is Step.EXACT
 
 
 def test_what_does_not_hold_here_is_passed_over_and_named():
@@ -200,13 +207,13 @@ def test_ops_pick_up_the_store_then_a_named_pack_and_nothing_when_told_off(tmp_p
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(64, 16), (48, 16), (300, 32)])
 def test_kda_takes_the_winner_of_its_size_class(tokens, chunk):
-    api._forward_code.cache_clear()
+    forget()
     store.put(winner({"chunk": 16}, gpu=CPU, op="kda.forward", dims={"T": 64, "H": 2}))
     op = get_op("kda.forward")
     dims = op.resolve_dims({"T": tokens, "H": 2})
     with recording() as calls:
         op.call(**op.inputs(dims, op.resolve_options({}), torch.device("cpu"), 0))
-    api._forward_code.cache_clear()
+    forget()
     assert calls[0].executable.plan.knobs["chunk"] == chunk
 
 

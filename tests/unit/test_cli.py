@@ -234,6 +234,13 @@ def test_show_prints_a_kernel_at_each_stage(stage, target, pattern):
     assert re.search(pattern, run("show", "kda.decode", *SMALL, "--stage", stage, "--target", target).stdout)
 
 
+def test_show_has_the_text_of_what_does_not_fit():
+    wide = ("--target", "sm_120a", "--set", "block_h=64", "--dims", "B=4,H=64,S=512")
+    assert "tl.dot" in run("show", "mla.decode", "--stage", "triton", "--kernel", "mla_decode", *wide).stdout
+    result = run("show", "mla.decode", "--stage", "ptx", "--kernel", "mla_decode", *wide, status=1)
+    assert "bytes of shared memory per program, and sm_120a has 101376" in result.stderr
+
+
 @pytest.mark.parametrize("op", ["kda.decode", "kda.forward", "kda.step"])
 def test_explain_refuses_widths_that_a_call_refuses(op):
     assert "K = 96, supported are 64, 128" in run("explain", op, "--dims", "K=96", status=1).stdout

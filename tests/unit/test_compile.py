@@ -142,6 +142,13 @@ def test_an_integer_scalar_takes_integers_that_its_dtype_holds():
     for good in (7, -(2**31), np.int64(5)):
         run(n=good, o=out)
         assert out.tolist() == [good] * 4
+    run, out = compiled(), tensors()
+    for bad in (10**400, 1e300, -1e39):
+        with pytest.raises(ArgumentError, match=r"scalar factor is .*, needs a float of up to 3.4e"):
+            run(**{**out, "factor": bad})
+    run(**{**out, "factor": float("inf")})
+    assert out["o"].isinf().all()
+    run, out = k3dsl.compile(add_number, dims={}, target="cpu"), torch.empty(4, dtype=torch.int32)
     for bad in (2.7, 2**31, True):
         with pytest.raises(ArgumentError, match=f"scalar n is {bad}, needs an int from -2147483648 to 2147483647"):
             run(n=bad, o=out)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 import pytest
 from ir_examples import Body, trace_body
 
-from k3dsl.errors import ArgumentError, K3Error, TraceError, UnknownNameError, VerifyError
+from k3dsl.errors import ArgumentError, K3Error, KernelCodeError, TraceError, UnknownNameError, VerifyError
 from k3dsl.ir.printer import print_kernel
 from k3dsl.ir.symbols import Sym
 from k3dsl.ir.types import DType
@@ -58,6 +59,30 @@ def ask_a_dim(d, c, x, o, e):
 
 def halve_a_dim(d, c, x, o, e):
     o[span(0, 8, end=d.T / 2)] = 0.0  # mistake
+
+
+def divide_by_a_dim(d, c, x, o, e):
+    o[span(0, 2 / d.T)] = 0.0  # mistake
+
+
+def divide_a_dim_by_a_float(d, c, x, o, e):
+    o[0] = d.T / 2.0  # mistake
+
+
+def ask_the_library(d, c, x, o, e):
+    json.loads("(")  # mistake
+
+
+def misspell_a_function(d, c, x, o, e):
+    o[0] = expp(x[0])  # noqa: F821  # mistake
+
+
+def divide_by_zero(d, c, x, o, e):
+    o[0] = 1.0 / (e.half.shape[0] - 16)  # mistake
+
+
+def loop_over_a_builtin(d, c, x, o, e):
+    loop(4, init=e.scale)(max)  # mistake
 
 
 def multiply_with_at(d, c, x, o, e):
@@ -257,6 +282,12 @@ MISTAKES: list[tuple[Body, type[K3Error], str, str]] = [
     (loop_over_a_dim, TraceError, "T is only known at run time", "@loop(d.T) loops at run time"),
     (ask_a_dim, TraceError, "T compared with 100 is only known at run time", "compare traced values"),
     (halve_a_dim, TraceError, "T / 2 is no integer", "T // 2"),
+    (divide_by_a_dim, TraceError, "2 / T is no integer", "2 // T"),
+    (divide_a_dim_by_a_float, TraceError, "T / 2.0 is no integer", "makes it a traced number"),
+    (ask_the_library, KernelCodeError, "JSONDecodeError: Expecting value", ""),
+    (misspell_a_function, KernelCodeError, "NameError: name 'expp' is not defined", ""),
+    (divide_by_zero, KernelCodeError, "ZeroDivisionError: float division by zero", ""),
+    (loop_over_a_builtin, TraceError, "a traced value has no truth value", ""),
     (multiply_with_at, TraceError, "tiles have no @", "dot(a, b)"),
     (misspell_an_argument, TraceError, "got an unexpected keyword argument 'maks'", ""),
     (forget_the_axis, TraceError, "missing 1 required positional argument: 'axis'", ""),
@@ -366,12 +397,24 @@ def test_every_parameter_is_declared() -> None:
             pass
 
 
+def test_a_dim_over_a_tile_is_a_tile() -> None:
+    trace_body(lambda d, c, x, o, e: o.__setitem__(0, d.T / x[0] + x[0] / d.T))
+
+
+def test_pythons_own_errors_are_told_apart_and_keep_their_cause() -> None:
+    with pytest.raises(KernelCodeError) as caught:
+        trace_body(lambda d, c, x, o, e: [][3])
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
 def test_a_grid_is_a_function_of_dims_and_knobs() -> None:
     def nothing(d, c, o=Out("4", f32)):
         o[:] = 0.0
 
     with pytest.raises(TraceError, match=r"errors.py:\d+: @kernel without a grid"):
         kernel(nothing)
+    with pytest.raises(TraceError, match="takes its function as a decorator does"):
+        kernel(nothing, grid=lambda d, c: (1,))
     with pytest.raises(TraceError, match=r"grid is \(1,\), no function"):
         kernel(grid=(1,))(nothing)  # type: ignore[arg-type]
     with pytest.raises(TraceError, match=r"errors.py:\d+: kernel nothing: TypeError: .* takes 1 positional argument"):

@@ -63,6 +63,8 @@ def test_an_access_with_a_mask_may_name_rows_that_are_not_there() -> None:
     row = "  %b: i32 = const 16\n  %m: i1 = lt %b, %p\n  %c: f32 = load x[%p, %b]"
     assert "out of bounds" in refused(BODY + row + "\n")
     verify(parse_kernel(BODY + row + " mask=%m\n"))
+    always = row.replace("lt %b, %p", "const true")
+    assert "out of bounds" in refused(BODY + always + " mask=%m\n")
 
 
 def test_the_whole_message() -> None:

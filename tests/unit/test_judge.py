@@ -19,7 +19,7 @@ from k3dsl.runtime import judge, timing
 from k3dsl.runtime.dispatch import planning
 from k3dsl.runtime.executable import recording
 from k3dsl.runtime.op import forced_key
-from k3dsl.targets import Ceilings
+from k3dsl.targets import Ceilings, get_target
 
 SMALL = {"B": 3, "H": 2, "K": 64, "V": 64, "slots": 4}
 
@@ -249,6 +249,15 @@ def test_what_cases_launch_on_a_gpu_is_listed_once_each_without_one():
 
     assert judge.planned_launches(op, [judge.Case("broken", "given", broken, {})], how) == []
     assert judge.planned_launches(op, cases, {**how, "backend": "torch"}) == []  # which builds nothing
+
+
+def test_what_is_planned_for_a_target_has_the_defaults_of_that_target():
+    op = get_op("mla.decode")
+    inputs = op.inputs(op.resolve_dims({"B": 1, "H": 64, "S": 128}), op.resolve_options({}), "cpu", 0)
+    for name, rows in (("sm_90a", 64), ("sm_120a", 16), ("sm_90a", 64)):
+        with planning("triton", get_target(name)) as calls:
+            op.call(**inputs)
+        assert calls[0].executable.plan.knobs["block_h"] == rows, name
 
 
 def test_what_is_planned_is_not_what_runs():

@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 from k3dsl.backends.base import Artifact
+from k3dsl.errors import ResourceError
 from k3dsl.ops.mla import space
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime.executable import fitted, lower
+from k3dsl.runtime.explain import explain
 from k3dsl.targets import all_targets, get_target
 
 H200 = get_target("sm_90a")
@@ -83,6 +85,26 @@ def test_every_op_compiles_and_fits_every_target(name: str, target: str) -> None
 def test_decode_has_blocks_that_fit_every_target(target: str, dims: dict[str, int]) -> None:
     """64 rows of queries beside 64 keys take 147 KiB."""
     fits("mla.decode", dims, target)
+
+
+def test_narrow_blocks_are_all_of_the_narrow_rule_and_keep_their_registers() -> None:
+    op, where = get_op("mla.decode"), get_target("gfx942")
+    few = op.point({"H": 12}, {}, target=where).knobs
+    for dims in ({}, {"H": 24, "T": 4}, {"page": 128}):
+        knobs = op.point(dims, {}, target=where).knobs
+        assert {n: knobs[n] for n in knobs if n != "num_splits"} == {n: few[n] for n in few if n != "num_splits"}
+    assert compiled("mla.decode", {}, {}, "triton", "gfx942")["mla_decode"].inspection.spill_bytes == 0
+
+
+def test_fp32_blocks_that_nothing_holds_are_refused_before_ptxas_tries_them() -> None:
+    """It took 107 s to find that 311552 bytes are more than 232448."""
+    wide = {"dtype": "f32", "block_h": 64, "block_n": 64}
+    point = get_op("mla.decode").point({"H": 64}, wide, symbolic=True)
+    found = explain(point, "triton", H200)
+    assert [(r.launch, r.reason.code) for r in found.refusals] == [("mla_decode", "shared_memory")]
+    launch = point.plan("triton").launches[0]
+    with pytest.raises(ResourceError, match="needs 294912 bytes of shared memory per program, and sm_90a has 232448"):
+        fitted(launch, H200)
 
 
 def fits(name: str, dims: Mapping[str, int], target: str) -> None:
