@@ -106,7 +106,7 @@ CHECK: Setting[bool] = Setting(
     type="1 | 0",
     default=lambda: True,
     parse=_flag,
-    doc="Whether the torch backend checks CPU runs for access out of bounds and for two writers of one element.",
+    doc="Whether CPU runs are checked for two writers of one element and reads of what another writes; bounds always are.",
 )
 
 DUMP: Setting[Path | None] = Setting(

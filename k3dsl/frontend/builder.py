@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
-from k3dsl.errors import TraceError
+import torch
+
+from k3dsl.backends.torch.dtypes import from_torch
+from k3dsl.errors import ArgumentError, TraceError
 from k3dsl.ir import opset
 from k3dsl.ir.graph import Index, Op, Region, TensorParam, Value
+from k3dsl.ir.scalars import wrapped
 from k3dsl.ir.symbols import Expr
-from k3dsl.ir.types import DType, f32, i1, i32, i64
+from k3dsl.ir.types import DTYPES, DType, f32, i1, i32, i64
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("frontend", "ir", "passes"))
@@ -49,6 +54,18 @@ def _short(path: str, folder: str) -> str:
     if not relative.startswith(".."):
         return relative
     return os.path.join(*full.split(os.sep)[-3:])
+
+
+def as_dtype(value: object) -> DType:
+    """A dtype of the language from itself, its name or torch's. Raises TraceError for anything else."""
+    if isinstance(value, DType):
+        return value
+    if isinstance(value, str) and value in DTYPES:
+        return DTYPES[value]
+    if isinstance(value, torch.dtype):
+        with suppress(ArgumentError):
+            return from_torch(value)
+    raise TraceError(f"{value!r} is no dtype", where=user_location(), fix=f"one of {', '.join(DTYPES)}")
 
 
 class Builder:
@@ -119,10 +136,15 @@ class Builder:
         return op
 
     def constant(self, value: float, dtype: DType) -> Value:
+        dtype = as_dtype(dtype)
         if dtype.is_float:
             value = float(value)
         elif dtype.is_bool:
             value = bool(value)
+        elif value != value or value in (math.inf, -math.inf) or value != int(value):
+            raise TraceError(
+                f"{value} is no {dtype}", where=user_location(), fix="give a whole number, or .to(f32) the tile"
+            )
         else:
             value = int(value)
         return self.emit("const", [], {"value": value, "dtype": dtype}).result
@@ -153,11 +175,12 @@ class Builder:
         )
 
     def cast(self, v: Value, dtype: DType) -> Value:
+        dtype = as_dtype(dtype)
         if v.dtype == dtype:
             return v
         c = constant_of(v)
         if c is not None and v.shape == () and v.dtype.is_int and (dtype.is_float or dtype.is_int):
-            return self.constant(c, dtype)
+            return self.constant(wrapped(int(c), dtype) if dtype.is_int else c, dtype)
         return self.emit("cast", [v], {"dtype": dtype}).result
 
     def broadcast(self, v: Value, shape: tuple[int, ...]) -> Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from k3dsl.errors import TraceError
@@ -31,6 +32,10 @@ def program_id(axis: int) -> Tile:
 
 def arange(size: int, start: Operand = 0) -> Tile:
     """start, start + 1, ... of `size` elements, i32."""
+    if isinstance(size, int) and size < 1:
+        raise TraceError(
+            f"arange of {size} elements", where=user_location(), fix="arange(size, start): the size is first"
+        )
     t = Tile(Builder.current().emit("iota", [], {"size": int(size)}).result)
     return t + start if not (isinstance(start, int) and start == 0) else t
 
@@ -236,8 +241,10 @@ def scan(tiles: Sequence[Tile], axis: int, combine: Callable[..., Any], reverse:
 
 def _named_scan(kind: str) -> Callable[..., Tile]:
     def function(x: Tile, axis: int, reverse: bool = False) -> Tile:
+        builder = Builder.current()
         attrs = {"kind": kind, "axis": x._axis(axis), "reverse": reverse}
-        return Tile(Builder.current().emit("scan", [x.value], attrs).result)
+        value = builder.cast(x.value, i32) if x.dtype.is_bool else x.value  # bools are counted, as by sum
+        return Tile(builder.emit("scan", [value], attrs).result)
 
     function.__doc__ = f"{opset.SCAN[kind].capitalize()} along an axis; reverse=True runs from the end."
     return function
@@ -271,8 +278,16 @@ def loop(
         carries = [lift(x) for x in ((init,) if single else init or ())]
         _check_body(body, "loop", ["i", *(f"carry {n}" for n in range(1, len(carries) + 1))])
         region = Region([Value(TileType(i32))] + [Value(c.type) for c in carries])
+        outer = _closed_over(body)
         with builder.region(region):
             out = body(*(Tile(v) for v in region.args))
+            for name, held in _closed_over(body).items():
+                if isinstance(held, Tile) and held is not outer.get(name):
+                    raise TraceError(
+                        f"the loop body binds {name!r} of the code around it, which only its first run would see",
+                        where=user_location(),
+                        fix=f"carry {name} with init=, and return it",
+                    )
             outs = () if out is None else (out,) if not isinstance(out, (tuple, list)) else tuple(out)
             if len(outs) != len(carries):
                 raise TraceError(
@@ -294,6 +309,17 @@ def loop(
         return None if not carries else tiles[0] if single else tiles
 
     return decorate
+
+
+def _closed_over(body: Callable[..., Any]) -> dict[str, Any]:
+    """What a function sees of the variables around it, by name."""
+    cells = getattr(body, "__closure__", None) or ()
+    names = body.__code__.co_freevars if cells else ()
+    found = {}
+    for name, cell in zip(names, cells, strict=True):
+        with suppress(ValueError):  # not bound yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _check_body(body: Callable[..., Any], what: str, given: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from k3dsl.errors import ArgumentError, K3Error, KernelCodeError, ParseError, TraceError, UnknownNameError
@@ -17,7 +18,7 @@ from k3dsl.frontend.tensor import Declaration, Span, TensorRef, TensorSpec
 from k3dsl.frontend.tile import Tile
 from k3dsl.ir.graph import Kernel as IRKernel
 from k3dsl.ir.graph import ScalarParam, TensorParam, Value
-from k3dsl.ir.symbols import Expr, Sym, parse_expr
+from k3dsl.ir.symbols import Expr, Sym, parse_expr, when_unequal
 from k3dsl.ir.types import DType, TileType
 
 DimValue = Any  # int | Sym | Expr
@@ -88,6 +89,20 @@ class Kernel:
                     fix=f'give it a declaration as default: {p.name}=In("T H"), Out(...), InOut(...) or Scalar(f32)',
                 )
             self.parameters[p.name] = p.default
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise TraceError(
+            f"kernel {self.name} is called before it is compiled",
+            where=user_location(),
+            fix=f"k3dsl.compile({self.name}, dims=..., target=...)(x=..., y=...): one call with the tensors by name",
+        )
+
+    def __getitem__(self, _: Any) -> None:
+        raise TraceError(
+            f"kernel {self.name} takes no grid at a call",
+            where=user_location(),
+            fix=f"its grid is in @kernel(grid=...); k3dsl.compile({self.name}, dims=..., target=...)(x=..., y=...)",
+        )
 
     @property
     def location(self) -> str:
@@ -206,9 +221,28 @@ PYTHONS_OWN = (ArithmeticError, AssertionError, AttributeError, LookupError, Nam
 _OTHERS = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
+_tracing: ContextVar[bool] = ContextVar("k3dsl_tracing", default=False)
+
+
+def _decidable(a: Expr, b: Expr) -> None:
+    """Raises TraceError where a kernel's code compares dims that may be equal or not: `d.N == 8` has no answer yet."""
+    if not _tracing.get() or internal(sys._getframe(2).f_code.co_filename):
+        return
+    apart = a - b
+    if not ((apart - 1).nonnegative() or (-apart - 1).nonnegative()):
+        raise TraceError(
+            f"{a} compared with {b} is only known at run time",
+            fix="make the dim static, or compare traced values: scalar(d.T) == n, in where() or when()",
+        )
+
+
+when_unequal(_decidable)
+
+
 @contextmanager
 def _located(kernel: Kernel) -> Iterator[None]:
     """While active, what goes wrong in the user's code names the line, Python's own errors too."""
+    token = _tracing.set(True)
     try:
         yield
     except K3Error as error:
@@ -218,6 +252,8 @@ def _located(kernel: Kernel) -> Iterator[None]:
     except PYTHONS_OWN as error:
         message = f"kernel {kernel.name}: {type(error).__name__}: {error}"
         raise KernelCodeError(message, where=_user_line(error, kernel)) from error
+    finally:
+        _tracing.reset(token)
 
 
 def _user_line(error: BaseException, kernel: Kernel) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3dsl.errors import TraceError
-from k3dsl.frontend.builder import Builder, user_location
+from k3dsl.frontend.builder import Builder, as_dtype, user_location
 from k3dsl.frontend.tile import Operand, Tile, as_dim, lift
 from k3dsl.ir.graph import Index, Op, TensorParam, Value
 from k3dsl.ir.opset import access_shape
@@ -26,6 +26,16 @@ class Declaration:
     shape: str
     dtype: DType | None = None
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, str):
+            raise TraceError(
+                f"a tensor is declared with shape {self.shape!r}",
+                where=user_location(),
+                fix='its axes as text, separated by spaces: In("T H*K")',
+            )
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
 
 def In(shape: str, dtype: DType | None = None, *, optional: bool = False) -> Any:
@@ -105,6 +115,17 @@ class TensorRef:
         """Extents: plain ints where static, expressions where they are runtime dims."""
         return tuple(e.constant if e.constant is not None else e for e in self.param.shape)
 
+    def _arithmetic(self, *_: Any) -> Any:
+        raise TraceError(
+            f"{self.param.name} is a tensor, no tile",
+            where=user_location(),
+            fix=f"read a tile of it: {self.param.name}[...]",
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _arithmetic
+    __floordiv__ = __mod__ = __pow__ = __matmul__ = __neg__ = __abs__ = _arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = to = sum = max = min = _arithmetic
+
     def _index(self, key: Any) -> tuple[list[Value], tuple[Index, ...]]:
         keys = key if isinstance(key, tuple) else (key,)
         keys = (*keys, *[slice(None)] * (self.param.rank - len(keys)))
@@ -160,6 +181,13 @@ class TensorRef:
         attrs: dict[str, Any] = {"tensor": self.param.name}
         if other:
             attrs["other"] = float(other)
+            dtype = self.param.dtype
+            if dtype.is_int and not attrs["other"].is_integer():
+                raise TraceError(
+                    f"other={other} is no {dtype}",
+                    where=user_location(),
+                    fix="give a whole number",
+                )
         if contiguity:
             attrs["contiguity"] = int(contiguity)
         if order:
@@ -182,7 +210,10 @@ class TensorRef:
         builder = Builder.current()
         operands, index = self._index(key)
         shape = access_shape(Op(opcode, operands, [], index=index, loc=user_location()), self.param)
-        tile = lift(value, self.dtype)
+        if isinstance(value, float) and self.dtype.is_int and not self.dtype.is_bool:
+            tile = Tile(builder.constant(value, self.dtype))
+        else:
+            tile = lift(value, self.dtype)
         if tile.dtype != self.dtype and not isinstance(value, Tile):
             tile = tile.to(self.dtype)
         attrs: dict[str, Any] = {"tensor": self.param.name}

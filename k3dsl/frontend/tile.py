@@ -8,6 +8,7 @@ from k3dsl.errors import TraceError
 from k3dsl.frontend.builder import Builder, constant_of, user_location
 from k3dsl.ir import opset
 from k3dsl.ir.graph import Value
+from k3dsl.ir.scalars import wrapped
 from k3dsl.ir.symbols import Expr
 from k3dsl.ir.types import DType, TileType, f32, i1, i32, promote
 
@@ -42,7 +43,8 @@ class Tile:
         raise TraceError(
             "a traced value has no truth value while the kernel is traced",
             where=user_location(),
-            fix="use where(cond, a, b) to choose, @when(cond) for side effects, or a knob or static dim in a Python if",
+            fix="use where(cond, a, b) to choose, @when(cond) for side effects, & | ~ for and, or, not, maximum() for max(), "
+            "or a knob or static dim in a Python if",
         )
 
     def __int__(self) -> int:
@@ -114,7 +116,8 @@ class Tile:
         return Tile(Builder.current().broadcast(self.value, tuple(shape)))
 
     def to(self, dtype: DType) -> Tile:
-        """Converts the dtype, rounding to nearest even. The rounding is part of the meaning and stays."""
+        """Converts the dtype: to floats rounding to nearest even, from floats to integers cutting off and saturating, between
+        integers keeping the lowest bits. The rounding is part of the meaning and stays."""
         return Tile(Builder.current().cast(self.value, dtype))
 
     def select(self, axis: int, position: int) -> Tile:
@@ -301,7 +304,7 @@ def binary(opcode: str, a: Operand, b: Operand) -> Tile:
     if opcode in _FOLD and u.shape == v.shape == () and dtype.is_int:
         ca, cb = constant_of(u), constant_of(v)
         if ca is not None and cb is not None and not (opcode in ("floordiv", "mod") and cb == 0):
-            return Tile(builder.constant(_FOLD[opcode](ca, cb), dtype))
+            return Tile(builder.constant(wrapped(int(_FOLD[opcode](ca, cb)), dtype), dtype))
         if cb is not None and cb == (0 if opcode in ("add", "sub") else 1 if opcode in ("mul", "floordiv") else None):
             return Tile(u)
         if ca is not None and ca == (0 if opcode == "add" else 1 if opcode == "mul" else None):

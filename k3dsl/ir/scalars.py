@@ -109,6 +109,12 @@ def uniform_constant(value: Value) -> float | int | bool | None:
     return op.attrs["value"] if op is not None and op.opcode == "const" else None
 
 
+def wrapped(value: int, dtype: DType) -> int:
+    """What an integer is in a dtype that may not hold it: its lowest bits."""
+    low, high = integer_range(dtype)
+    return (value - low) % (high - low + 1) + low
+
+
 def integer_range(dtype: DType) -> tuple[int, int]:
     """The least and the greatest value of an integer or bool dtype."""
     if dtype.is_bool:

@@ -73,6 +73,15 @@ IntLike = Union[int, "Expr"]
 Interval = tuple[Fraction | None, Fraction | None]
 
 
+_unequal: Callable[[Expr, Expr], None] | None = None
+
+
+def when_unequal(ask: Callable[[Expr, Expr], None]) -> None:
+    """Sets who is asked before two different expressions are called unequal; it may raise."""
+    global _unequal
+    _unequal = ask
+
+
 class Expr:
     """An immutable integer expression. Supports +, -, *, // and %, with integers and other expressions."""
 
@@ -161,9 +170,16 @@ class Expr:
         return mod(self, other)
 
     def __eq__(self, other: object) -> bool:
+        """Whether both are the same expression. Who asks in a kernel may mean the numbers: see `when_unequal`."""
         if isinstance(other, int):
             other = Expr.of(other)
-        return isinstance(other, Expr) and str(self) == str(other)
+        if not isinstance(other, Expr):
+            return False
+        if str(self) == str(other):
+            return True
+        if _unequal is not None:
+            _unequal(self, other)
+        return False
 
     def __hash__(self) -> int:
         return hash(str(self))

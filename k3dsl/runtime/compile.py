@@ -76,8 +76,11 @@ class CompiledKernel:
     def artifact(self) -> Artifact | None:
         return None if self.target is None else executable.build(self.launch, self.target)
 
-    def __call__(self, **given: Any) -> None:
+    def __call__(self, *positional: Any, **given: Any) -> None:
         """Launches on the current stream. Tensors, scalars, and those runtime dims that no shape tells, by name."""
+        if positional:
+            names = ", ".join(f"{n}=..." for n in [*self._names, *self._scalars])
+            raise ArgumentError(f"kernel {self.ir.name} takes its arguments by name", fix=f"({names})")
         dims: dict[str, int] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, dtype, rank, contiguous in self._expected:
@@ -96,7 +99,7 @@ class CompiledKernel:
         scalars = {name: self._number(name, dtype, given.pop(name)) for name, dtype in known}
         for name, divisor, low, high in self._facts:
             value = given.pop(name, dims.get(name))
-            if value is None or value % divisor or not low <= value <= high:
+            if value is None or type(value) is not int or value % divisor or not low <= value <= high:
                 raise self._broken_fact(name, value, divisor, low, high)
             dims[name] = value
         if given or len(scalars) != len(self._scalars):
@@ -233,7 +236,15 @@ def compile(
         raise ArgumentError(
             f"{kernel!r} is no kernel", fix="put @kernel(grid=...) from k3dsl.language before the function"
         )
+    for what, given in (("dims", dims), ("knobs", knobs), ("tensors", tensors)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(f"{what} is a {type(given).__name__}", fix=f"a dict by name: {what}={{...}}")
     for name, value in dims.items():
+        if isinstance(value, Sym) and not _has_facts(value):
+            raise ArgumentError(
+                f"dims[{name!r}] is Sym({value.name!r}, {value.divisible_by!r}, {value.min!r}, {value.max!r})",
+                fix="a name, a divisor of at least 1, and bounds from 0 on, all ints",
+            )
         if isinstance(value, bool) or not isinstance(value, (int, Sym, Expr)) or (isinstance(value, int) and value < 0):
             raise ArgumentError(
                 f"dims[{name!r}] is {value!r}", fix="an int of at least 0, which is compiled in, or a Sym"
@@ -251,7 +262,17 @@ def compile(
         where = None if target == "cpu" else get_target(target)
     else:
         where = target
+    if not (where is None or isinstance(where, Target)):
+        raise ArgumentError(
+            f"target is {target!r}", fix="a name such as 'sm_90a', 'cpu', or None for what this machine has"
+        )
+    if not (schedule is None or isinstance(schedule, Mapping) or hasattr(schedule, "to_json")):
+        raise ArgumentError(
+            f"schedule is {schedule!r}", fix="a dict of its fields, a TritonSchedule or a TileLangSchedule"
+        )
     if where is None:
+        if schedule is not None or backend not in (None, "torch"):
+            _scheduled(backend, schedule)  # what a GPU would be given is checked, though nothing follows from it
         return CompiledKernel(Launch(ir.name, ir, "torch", None), None)
     left_open = schedule is None or (isinstance(schedule, Mapping) and "threads" not in schedule)
     chosen, schedule = _scheduled(backend, schedule)
@@ -264,6 +285,15 @@ def compile(
     compiled = CompiledKernel(Launch(ir.name, ir, chosen, schedule), where)
     executable.lower(compiled.launch, where)
     return compiled
+
+
+def _has_facts(value: Sym) -> bool:
+    numbers = (value.divisible_by, value.min, value.max)
+    if not isinstance(value.name, str) or not value.name.isidentifier():
+        return False
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
+        return False
+    return value.divisible_by >= 1 and 0 <= value.min <= value.max
 
 
 def _scheduled(backend: str | None, schedule: Schedule | Mapping[str, Any] | None) -> tuple[str, Schedule]:

@@ -17,7 +17,6 @@ from k3dsl.autotune.key import CPU, exact_dims, options_of
 from k3dsl.autotune.lookup import Step, find, knobs_for
 from k3dsl.errors import CacheWarning, LockedError
 from k3dsl.ops.common import Caller
-from k3dsl.ops.kda import api
 from k3dsl.ops.registry import get_op, op_names
 from k3dsl.runtime import dispatch, executable, lock
 from k3dsl.runtime.dispatch import Problem, forget

@@ -7,8 +7,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from ir_examples import Body, trace_body
 
+import k3dsl
 from k3dsl.errors import ArgumentError, K3Error, KernelCodeError, TraceError, UnknownNameError, VerifyError
 from k3dsl.ir.printer import print_kernel
 from k3dsl.ir.symbols import Sym
@@ -22,14 +24,19 @@ from k3dsl.language import (
     bf16,
     dot,
     f32,
+    full,
     i1,
+    i8,
+    i32,
     kernel,
     loop,
     program_id,
     reduce,
+    scalar,
     span,
     when,
     where,
+    zeros,
 )
 
 
@@ -456,3 +463,130 @@ def test_a_failed_trace_leaves_nothing_behind() -> None:
     with pytest.raises(TraceError, match="outside a kernel"):
         arange(4)
     verify(copy_kernel_of(f32).trace({"T": 4}))
+
+
+# ---- numbers that are not what they seem ---------------------------------------------------------------------------------
+
+
+def compiled(body: Any, dims: dict[str, Any] | None = None, grid: Any = lambda d, c: (1,), **where: Any) -> Any:
+    return k3dsl.compile(kernel(grid=grid)(body), dims=dims or {}, **({"target": "cpu"} | where))
+
+
+def test_whether_a_runtime_dim_is_a_number_is_no_question_for_python() -> None:
+    """False would be an answer, and the wrong one for some calls."""
+    N = Sym("N", divisible_by=4)
+
+    def chosen(d, c, o=Out("N", f32)):
+        o[span(0, 8, end=d.N)] = where(d.N == 8, 1.0, 0.0)
+
+    def listed(d, c, o=Out("N", f32)):
+        o[span(0, 8, end=d.N)] = 1.0 if d.N in (4, 8) else 0.0
+
+    def unequal(d, c, o=Out("N", f32)):
+        o[span(0, 8, end=d.N)] = 1.0 if o.shape[0] != 8 else 0.0
+
+    def gridded(d, c, o=Out("N", f32)):
+        o[span(program_id(0) * 8, 8, end=d.N)] = 1.0
+
+    for body in (chosen, listed, unequal):
+        with pytest.raises(TraceError, match=r"errors.py:\d+: N compared with \d is only known at run time"):
+            compiled(body, {"N": N})
+    with pytest.raises(TraceError, match="N compared with 8 is only known"):
+        compiled(gridded, {"N": N}, lambda d, c: (2 if d.N == 8 else 1,))
+
+    def decided(d, c, o=Out("N", f32)):
+        assert d.N == d.N
+        assert d.N != -1
+        assert d.N % 4 == 0
+        o[span(0, 8, end=d.N)] = where(scalar(d.N) == 8, 1.0, 0.0)
+
+    o = torch.empty(8)
+    compiled(decided, {"N": N})(o=o)
+    assert o.tolist() == [1.0] * 8
+
+
+def test_a_float_is_no_integer() -> None:
+    def stored(d, c, o=Out("8", i32)):
+        o[:] = 1.5
+
+    def filled(d, c, o=Out("8", i32)):
+        o[:] = full((8,), float("nan"), i32)
+
+    def otherwise(d, c, x=In("8", i32), o=Out("8", i32)):
+        o[:] = x.load(slice(None), mask=arange(8) < 4, other=float("-inf"))
+
+    for body, number in ((stored, "1.5"), (filled, "nan"), (otherwise, "-inf")):
+        with pytest.raises(TraceError, match=rf"errors.py:\d+: (other=)?{number} is no i32"):
+            compiled(body)
+
+    def whole(d, c, o=Out("8", i32)):
+        o[:] = 2.0
+
+    o = torch.empty(8, dtype=torch.int32)
+    compiled(whole)(o=o)
+    assert o.tolist() == [2] * 8
+
+
+def test_constants_wrap_as_other_integers_do() -> None:
+    def body(d, c, a=Out("1", i32), b=Out("1", i8), e=Out("1", i8)):
+        a[:] = scalar(2**31 - 1) + 1
+        b[:] = full((), 300, i32).to(i8)
+        e[:] = full((), 100, i8) * 2
+
+    a, b, e = torch.empty(1, dtype=torch.int32), *torch.empty(2, 1, dtype=torch.int8)
+    compiled(body)(a=a, b=b, e=e)
+    assert (a.item(), b.item(), e.item()) == (-(2**31), 44, -56)
+
+
+def test_a_loop_body_that_binds_an_outer_tile_is_refused() -> None:
+    def body(d, c, x=In("8", f32), o=Out("8", f32)):
+        t = x[:]
+
+        @loop(3)
+        def _(i):
+            nonlocal t
+            t = t + 1.0
+
+        o[:] = x[:]
+
+    with pytest.raises(TraceError, match="binds 't' of the code around it"):
+        compiled(body)
+
+
+def test_dtypes_go_by_their_names_and_by_torchs_too() -> None:
+    def body(d, c, x=In("8", torch.float32), o=Out("8", "i32")):
+        o[:] = (x[:] + zeros((8,), torch.float32)).to("i32")
+
+    o = torch.empty(8, dtype=torch.int32)
+    compiled(body)(x=torch.arange(8.0), o=o)
+    assert o.tolist() == list(range(8))
+    with pytest.raises(TraceError, match="'float31' is no dtype"):
+        compiled(lambda d, c, x=In("8", f32), o=Out("8", f32): o.__setitem__(slice(None), x[:].to("float31")))
+    with pytest.raises(TraceError, match=r"declared with shape \(8,\)"):
+        In((8,), f32)  # type: ignore[arg-type]
+
+
+def test_what_a_triton_user_tries_first_says_how_it_is_done_here() -> None:
+    @kernel(grid=lambda d, c: (1,))
+    def copy(d, c, x=In("8", f32), o=Out("8", f32)):
+        o[:] = x[:]
+
+    x = torch.zeros(8)
+    for attempt in (lambda: copy(x, x), lambda: copy[(1,)](x, x)):
+        with pytest.raises(TraceError, match=r"k3dsl.compile\(copy, dims=..., target=...\)"):
+            attempt()
+    with pytest.raises(ArgumentError, match=r"takes its arguments by name\n  fix: \(x=..., o=...\)"):
+        k3dsl.compile(copy, dims={}, target="cpu")(x, x)
+    for wrong in ({"dims": ["N"]}, {"dims": {}, "knobs": ["N"]}, {"dims": {}, "tensors": [f32]}):
+        with pytest.raises(ArgumentError, match="is a list"):
+            k3dsl.compile(copy, target="cpu", **wrong)
+    for wrong in (
+        {"target": 90},
+        {"target": "cpu", "schedule": {"nwarps": 4}},
+        {"target": "cpu", "schedule": "num_warps=4"},
+    ):
+        with pytest.raises(ArgumentError):
+            k3dsl.compile(copy, dims={}, **wrong)
+    for fact in (Sym("a b"), Sym("N", 2.5), Sym("N", min=-5), Sym("N", min=5, max=3)):
+        with pytest.raises(ArgumentError, match="a name, a divisor of at least 1"):
+            k3dsl.compile(copy, dims={"N": fact}, target="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k3dsl.backends.tilelang.text import atom, opened, tl_dtype
+from k3dsl.ir.scalars import integer_range
 from k3dsl.ir.types import DType, f32
 
 CALLS = {
@@ -25,6 +26,8 @@ CALLS = {
     "tf32": 'tl.call_pure_extern("float32", "k3dsl::tf32", {})',
 }
 
+MAY_OVERFLOW = frozenset({"add", "sub", "mul", "neg", "abs", "not", "shl"})
+"""Integer ops whose result may have more bits than its dtype; it wraps."""
 _APPROXIMATE = {"reciprocal": "tl.fast_rcp({})"}
 
 
@@ -37,6 +40,9 @@ def cast_text(text: str, source: DType, target: DType) -> str:
     """The text of a value of `source` as `target`."""
     if source == target:
         return text
+    if source.is_float and target.is_int and target.bits < 32:  # int32 saturates, fewer bits would wrap
+        low, high = integer_range(target)
+        return f"tl.cast(tl.max(tl.min(tl.cast({opened(text)}, tl.int32), {high}), {low}), {tl_dtype(target)})"
     if target.is_bool:
         return f"{atom(text)} != {'0' if not source.is_float else 'tl.float32(0.0)'}"
     if 8 in (source.bits, target.bits) and f32 not in (source, target) and (source.is_float or target.is_float):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from k3dsl.backends.printing import INFIX, Writer
 from k3dsl.backends.tilelang.access import Access
-from k3dsl.backends.tilelang.elementwise import CALLS, cast_text, function_text, minmax, negated, widened
+from k3dsl.backends.tilelang.elementwise import CALLS, MAY_OVERFLOW, cast_text, function_text, minmax, negated, widened
 from k3dsl.backends.tilelang.placement import Placement
 from k3dsl.backends.tilelang.text import all_of, atom, literal, opened, scaled, tl_dtype, total
 from k3dsl.backends.tilelang.uses import unit_free
@@ -209,15 +209,17 @@ class Emitter(Writer):
             return args[0]
         wide = widened(code, dtype)
         computed = f32 if wide else dtype
+        if code in MAY_OVERFLOW and dtype.is_int and not dtype.is_bool and dtype.bits < 32:
+            wide, computed = True, i32  # C computes in int, and would not wrap its result
         if wide:
-            args = [f"tl.cast({opened(a)}, tl.float32)" for a in args]
+            args = [f"tl.cast({opened(a)}, {tl_dtype(computed)})" for a in args]
         args = [atom(a) for a in args]
         if code in CALLS:
             text = function_text(code, args[0], computed, bool(op.attrs.get("approx")))
         elif code in ("min", "max"):
             text = minmax(code, args[0], args[1])
-        elif code == "neg":  # TVM multiplies by -1, which an unsigned dtype does not have
-            text = f"{literal(0, computed)} - {args[0]}" if dtype.kind == "uint" else f"-{args[0]}"
+        elif code == "neg":
+            text = f"-{args[0]}"
         elif code == "abs":
             text = f"tl.abs({opened(args[0])})"
         elif code == "not":
@@ -235,7 +237,7 @@ class Emitter(Writer):
             text = f"{args[0]} {INFIX[code]} {args[1]}"
         else:
             raise LegalityError(f"the TileLang backend does not know op {code!r}", where=op.loc)
-        if wide and code not in COMPARE:
+        if wide and code not in COMPARE:  # floats are rounded once, integers keep their lowest bits
             return f"tl.cast({text}, {tl_dtype(dtype)})"
         return text
 

@@ -15,7 +15,7 @@ from k3dsl.backends.tilelang.uses import SHAPE_OPS
 from k3dsl.ir.graph import Op, Region, Value, walk
 from k3dsl.ir.scalars import uniform_constant
 from k3dsl.ir.symbols import INT32_MAX
-from k3dsl.ir.types import TileType
+from k3dsl.ir.types import TileType, f32
 
 MAX_INLINE = 60
 STAGED_BYTES = 4096
@@ -32,7 +32,8 @@ class Printer(ProductPrinter):
         self.used.update(s.name for s in kernel.scalars)
         self.used.add(name)
         for s, v in zip(kernel.scalars, kernel.scalar_values, strict=True):
-            self.text_of[id(v)] = s.name
+            narrow = s.dtype.is_float and s.dtype.bits < 32  # TileLang's host code has no such number
+            self.text_of[id(v)] = f"tl.cast({s.name}, {tl_dtype(s.dtype)})" if narrow else s.name
         self.programs = [self.name(f"program_{axis}") for axis in range(len(kernel.grid))]
         self.depth = 3
         self.region(kernel.body)
@@ -58,7 +59,8 @@ class Printer(ProductPrinter):
         kernel = self.kernel
         parameters = [f"{t.name}_ptr: tl.ptr({tl_dtype(t.dtype)})" for t in kernel.tensors]
         parameters += [f"{s.name}: tl.{'int32' if s.max <= INT32_MAX else 'int64'}" for s in kernel.dims]
-        parameters += [f"{s.name}: {tl_dtype(s.dtype)}" for s in kernel.scalars]
+        wide = [f32 if s.dtype.is_float and s.dtype.bits < 32 else s.dtype for s in kernel.scalars]
+        parameters += [f"{s.name}: {tl_dtype(dtype)}" for s, dtype in zip(kernel.scalars, wide, strict=True)]
         self.line(f"def {name}():")
         self.depth += 1
         self.line("@tl.prim_func")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import torch
+
+from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.ir.symbols import Expr
 from k3dsl.ir.types import DType
 
@@ -98,6 +101,8 @@ def literal(value: float | int | bool, dtype: DType) -> str:
     if not dtype.is_float:
         return str(int(value)) if dtype.name == "i32" else f"{name}({int(value)})"
     v = float(value)
+    if dtype.bits == 16:  # TVM would fold the conversion away
+        v = float(torch.tensor(v, dtype=torch.float64).to(to_torch(dtype)))
     if math.isinf(v):
         inf = f"tl.infinity({name})"
         return inf if v > 0 else f"(-{inf})"
