@@ -17,7 +17,25 @@ from tilelang_text import cuda, printed
 
 from k3dsl.backends.base import Source
 from k3dsl.errors import ResourceError
-from k3dsl.language import In, InOut, Kernel, Out, Sym, bf16, cdiv, f32, i32, kernel, loop, program_id, span, u8, zeros
+from k3dsl.language import (
+    In,
+    InOut,
+    Kernel,
+    Out,
+    Scalar,
+    Sym,
+    bf16,
+    cdiv,
+    f32,
+    i8,
+    i32,
+    kernel,
+    loop,
+    program_id,
+    span,
+    u8,
+    zeros,
+)
 from k3dsl.ops.registry import get_op, op_names
 from k3dsl.runtime.executable import fitted, lower
 from k3dsl.targets import get_target
@@ -284,3 +302,36 @@ def test_the_negative_of_an_unsigned_number_wraps_around():
 
     assert "o[i] = tl.cast(-tl.cast(x[i], tl.int32), tl.uint8)" in printed(k).text
     assert cuda(printed(k))
+
+
+def narrow(body: Any) -> str:
+    return cuda(printed(kernel(grid=lambda d, c: (1,))(body)))
+
+
+def test_integers_narrower_than_cs_int_wrap_after_every_step():
+    """C computes in int: without the way back 0 - 1 of u8 would be -1, and (x << 4) >> 4 of i8 the whole byte."""
+
+    def body(d, c, x=In("64", i8), y=In("64", u8), o=Out("64", i32), p=Out("64", i32), q=Out("64", i32)):
+        o[:] = ((x[:] << 4) >> 4).to(i32)
+        p[:] = (y[:] - 1).to(i32)
+        q[:] = ((y[:] + y[:]) > 100).to(i32)
+
+    text = narrow(body)
+    assert re.search(r"\(signed char\)\(\(\(int\)x\[[^\]]*\]+\)*\) << 4\)\) >> ", text), text
+    assert re.search(r"\(\(int\)\(\(uchar\)\(\(\(int\)y\[[^\]]*\]+\)*\) - 1\)\)\)", text), text
+    assert re.search(r"100 < \(\(uchar\)\(\(\(int\)y\[", text), text
+
+
+def test_floats_saturate_in_integers_of_few_bits_and_constants_are_rounded_as_tensors_are():
+    def body(
+        d, c, x=In("64", f32), y=In("64", bf16), s=Scalar(bf16), o=Out("64", i8), p=Out("64", u8), q=Out("64", i32)
+    ):
+        o[:] = x[:].to(i8)
+        p[:] = (y[:] * s).to(u8)
+        q[:] = (y[:] > 0.1).to(i32)
+
+    text = narrow(body)
+    assert re.search(r"\(signed char\)max\(min\(\(\(int\)x\[.*127\), -128\)", text), text
+    assert re.search(r"\(uchar\)max\(min\(.*255\), 0\)", text), text
+    assert "0x1.9ap-4f" in text, text  # 0.10009765625, which bf16 has
+    assert "float s" in text, text  # a bf16 number by value is none of TileLang's host code

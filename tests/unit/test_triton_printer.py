@@ -546,3 +546,16 @@ def test_a_variable_may_have_any_name():
     body = printed(k).text
     assert "tl_1 = tl.load" in body
     assert "float_1 = tl_1 + " in body
+
+
+def test_floats_saturate_in_integers_of_few_bits():
+    """int32 saturates by itself; what is stored of it in 8 bits would wrap."""
+
+    @kernel(grid=lambda d, c: (1,))
+    def quantise(d, c, x=In("64", f32), o=Out("64", i8), p=Out("64", i32)):
+        o[:] = x[:].to(i8)
+        p[:] = x[:].to(i32)
+
+    source = printed(quantise, {})
+    assert "tl.minimum(tl.maximum(x_tile.to(tl.int32), -128), 127).to(tl.int8)" in source.text
+    assert "x_tile.to(tl.int32))" in line_with(source, "tl.store(p")
