@@ -558,4 +558,4 @@ def test_floats_saturate_in_integers_of_few_bits():
 
     source = printed(quantise, {})
     assert "tl.minimum(tl.maximum(x_tile.to(tl.int32), -128), 127).to(tl.int8)" in source.text
-    assert "x_tile.to(tl.int32))" in line_with(source, "tl.store(p")
+    assert "x_tile_1.to(tl.int32))" in line_with(source, "tl.store(p")
