@@ -34,6 +34,16 @@ def number(name: str, x: object, what: str) -> float:
     return float(x)
 
 
+def float_dtype(name: str, x: object) -> torch.dtype:
+    """x, a dtype or its name, as a dtype that networks have. Raises ArgumentError."""
+    found = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
+    if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        shown = dtype_name(found) if isinstance(found, torch.dtype) else repr(x)
+        fail(name, f"is {shown}", "pass torch.bfloat16, torch.float16 or torch.float32")
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def integers(name: str, x: object, what: str) -> list[int]:
     """Numbers, one or several, of a sequence or a tensor of integers, as a list; what: the remedy. Raises ArgumentError."""
     if isinstance(x, torch.Tensor):

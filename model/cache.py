@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ class Cache:
             which a captured CUDA graph no longer holds.
 
     Args:
-        rows: sequences. capacity: tokens that each row can hold before the pages grow. page_size: tokens a page.
+        rows: sequences. capacity: tokens that each row can hold before the pages grow. page_size: tokens a page, a
+            multiple of 16.
         dtype: of latents and windows; states are fp32. growable: whether pages are added on demand; they are never
             added while a CUDA graph is captured.
     """
@@ -67,6 +69,8 @@ class Cache:
     ) -> None:
         rows = integer("rows", rows, 1, "a cache holds at least one sequence")
         page_size = integer("page_size", page_size, 1, "pass how many tokens a page holds")
+        if page_size % 16:
+            fail("page_size", f"is {page_size}", "pass a multiple of 16: kernels read pages in blocks")
         capacity = integer("capacity", capacity, 0, "pass how many tokens a row holds before the pages grow")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             fail("dtype", f"is {dtype}", "pass the network's dtype, as model.new_cache does")
@@ -83,6 +87,7 @@ class Cache:
         self._pages: list[list[int]] = [[] for _ in range(rows)]
         self._free: list[int] = []
         self._pool = 0
+        self._torn: set[int] = set()
         self.generation = 0
         self._grow(rows * -(-capacity // page_size), -(-capacity // page_size))
 
@@ -123,9 +128,15 @@ class Cache:
     def reserve(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> None:
         """Makes room for so many more tokens in each of the rows (all by default). Happens on the host, without waiting.
 
-        Raises ArgumentError when the pages are full and may not grow.
+        Raises ArgumentError when the pages are full and may not grow, and for rows that a call left half changed.
         """
         rows = range(self.rows) if rows is None else rows
+        if torn := sorted(self._torn.intersection(rows)):
+            fail(
+                "past",
+                f"has rows that a call which failed or was interrupted left half changed: {torn}",
+                f"empty them, past.reset({torn}), and read their tokens again",
+            )
         wanted = {
             row: -(-(self._lengths[row] + more) // self.page_size) - len(self._pages[row])
             for row, more in zip(rows, tokens, strict=True)
@@ -176,6 +187,16 @@ class Cache:
                 "past", "has no room for the token, and a CUDA graph is being captured", "call past.reserve(...) before"
             )
 
+    @contextmanager
+    def changing(self, rows: Sequence[int] | None = None) -> Iterator[None]:
+        """What changes rows (all by default) and their lengths; an error or an interrupt in the middle leaves them torn, which
+        `reserve` refuses until they are reset."""
+        try:
+            yield
+        except BaseException:
+            self._torn.update(range(self.rows) if rows is None else rows)
+            raise
+
     def advance(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> None:
         """Counts tokens of rows on the host; `count` does so on the device."""
         for row, more in zip(range(self.rows) if rows is None else rows, tokens, strict=True):
@@ -195,6 +216,7 @@ class Cache:
         for row in rows:
             self._free += reversed(self._pages[row])
             self._pages[row], self._lengths[row] = [], 0
+        self._torn.difference_update(rows)
         index = torch.tensor(list(rows), dtype=torch.int64).to(self.device, non_blocking=True)
         for layer in self.layers:
             if isinstance(layer, KDASlots):
@@ -209,6 +231,7 @@ class Cache:
         n = integer("n", n, 1, "fork into at least one copy")
         twin = copy.copy(self)
         twin.rows = self.rows * n
+        twin._torn = {row * n + i for row in self._torn for i in range(n)}
         twin._lengths = [length for length in self._lengths for _ in range(n)]
         twin.lengths = self.lengths.repeat_interleave(n)
         twin.slots = torch.arange(twin.rows, dtype=torch.int32, device=self.device)

@@ -91,8 +91,9 @@ class DecodeStep:
         self.ids[:number, 0] = tokens
         padded = [*rows, *[-1] * (self.batch - number)]
         self.slots.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
-        logits = self._run()
-        self.cache.advance([1] * len(real), real)
+        with self.cache.changing(real):
+            logits = self._run()
+            self.cache.advance([1] * len(real), real)
         return logits[:number, 0]
 
     def again(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,12 +15,14 @@ from torch import nn
 from k3dsl.backends.torch.threads import threads_for
 from k3dsl.model import checkpoint, step
 from k3dsl.model.arguments import (
+    INTEGERS,
     check_mask,
     check_no_autocast,
     check_past,
     check_rows,
     check_shape,
     check_vocabulary,
+    float_dtype,
     integer,
 )
 from k3dsl.model.attention_layers import KDA, MLA
@@ -143,13 +146,11 @@ class KimiK3ForCausalLM(nn.Module):
     """
 
     def __init__(
-        self, config: KimiK3Config, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self, config: KimiK3Config, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         self.config = config
-        own = getattr(torch, config.dtype) if dtype is None else dtype
-        if own not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            fail("dtype", f"is {dtype_name(own)}", "pass torch.bfloat16, torch.float16 or torch.float32")
+        own = float_dtype("dtype", config.dtype if dtype is None else dtype)
         factory = {"dtype": own, "device": device}
         self.model = KimiK3Model(config, **factory)
         if not config.tie_word_embeddings:
@@ -172,7 +173,7 @@ class KimiK3ForCausalLM(nn.Module):
         cls,
         folder: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         config: KimiK3Config | None = None,
     ) -> KimiK3ForCausalLM:
@@ -187,6 +188,7 @@ class KimiK3ForCausalLM(nn.Module):
             ArgumentError, CheckpointError: see `k3dsl.model.checkpoint.load_checkpoint`.
         """
         known = checkpoint.config_of(folder) if config is None else config
+        dtype = None if dtype is None else float_dtype("dtype", dtype)
         exact = dtype == torch.float64
         with torch.device("meta"):
             network = cls(known, dtype=torch.float32 if exact else dtype)
@@ -244,8 +246,8 @@ class KimiK3ForCausalLM(nn.Module):
             input_ids: [B, T] token ids; with cu_seqlens [1, T].
             past: what came before, which this call's tokens are added to. With it, one token a sequence runs through the
                 decode kernels, more through those for whole sequences (chunked prefill).
-            labels: [B, T], the input ids themselves, -100 where nothing is to be learnt. Token t predicts label t + 1 of its
-                sequence.
+            labels: [B, T] integers, the input ids themselves, -100 where nothing is to be learnt. Token t predicts label t + 1
+                of its sequence. A cache carries no gradient: that of a chunk ends where the chunk began.
             attention_mask: [B, T] of this call's tokens (or [B, earlier + T]; the last T columns count), 0 for padding, which
                 may be on the left or on the right. The padding is cut out before anything is computed, for which the mask
                 is read back to the host.
@@ -264,6 +266,8 @@ class KimiK3ForCausalLM(nn.Module):
         batch, width = input_ids.shape
         if labels is not None:
             check_shape("labels", labels, (batch, width), f"pass a label a token: {[batch, width]}")
+            if labels.dtype not in INTEGERS:
+                fail("labels", f"is {dtype_name(labels.dtype)}", "pass token ids: labels.long()")
             check_vocabulary(
                 "labels", labels, self.config.vocab_size, "-100 where nothing is to be learnt", ignored=-100
             )
@@ -310,28 +314,28 @@ class KimiK3ForCausalLM(nn.Module):
         packed: bool,
     ) -> CausalLMOutput:
         batch, width = input_ids.shape
+        if keep and min(packing.lengths) < keep:
+            _fail_to_keep(keep, min(packing.lengths))
         known = list(range(past.rows)) if past is not None and rows is None else rows
         now = step.prefill(functions, packing, past, known)
         seen: list[torch.Tensor] | None = [] if with_states else None
-        h = self.model(packing.pack(input_ids), now, seen)
-        loss = None
-        if labels is not None:
-            logits = self._logits(h)
-            loss = _loss(logits, packing.pack(labels), packing)
-        else:
-            if keep and min(packing.lengths) < keep:
-                _fail_to_keep(keep, min(packing.lengths))
-            logits = self._logits(h[packing.last(keep)] if keep else h)
-        if labels is not None and keep:
-            logits = logits[packing.last(keep)]
-        if keep:
-            logits = logits.view(*((1, -1) if packed else (batch, keep)), logits.shape[-1])
-        else:
-            logits = packing.unpack(logits, batch, width)
-        if past is not None:
-            past.advance(packing.lengths, known)
-            assert now.slots is not None
-            past.count(now.slots, packing.cu_seqlens.diff())
+        with nullcontext() if past is None else past.changing(known):
+            h = self.model(packing.pack(input_ids), now, seen)
+            loss = None
+            if labels is not None:
+                logits = self._logits(h)
+                loss = _loss(logits, packing.pack(labels), packing)
+                logits = logits[packing.last(keep)] if keep else logits
+            else:
+                logits = self._logits(h[packing.last(keep)] if keep else h)
+            if keep:
+                logits = logits.view(*((1, -1) if packed else (batch, keep)), logits.shape[-1])
+            else:
+                logits = packing.unpack(logits, batch, width)
+            if past is not None:
+                past.advance(packing.lengths, known)
+                assert now.slots is not None
+                past.count(now.slots, packing.cu_seqlens.diff())
         return CausalLMOutput(logits, loss, past, None if seen is None else tuple(seen))
 
     def _decode_rows(
@@ -354,8 +358,9 @@ class KimiK3ForCausalLM(nn.Module):
             new = [n and int(m) for n, m in zip(new, column.tolist(), strict=True)]
         real = [row for row, n in zip(known, new, strict=True) if n]
         past.reserve([1] * len(real), real)
-        out = self.decode(input_ids, past, slots, with_states=with_states)
-        past.advance([1] * len(real), real)
+        with past.changing(real):
+            out = self.decode(input_ids, past, slots, with_states=with_states)
+            past.advance([1] * len(real), real)
         return out
 
     def generate(self, prompts: Prompts, **settings: Any) -> Generated:
@@ -401,6 +406,9 @@ class KimiK3ForCausalLM(nn.Module):
 
     def _functions(self) -> Functions:
         """Those of inference. No op is compiled for fp64."""
+        if self.config.experts_mxfp4 and self.dtype not in (torch.bfloat16, torch.float64):
+            remedy = "load or make the network with dtype=torch.bfloat16, or model.to(torch.bfloat16)"
+            fail("dtype", f"is {dtype_name(self.dtype)}, and MXFP4 experts are multiplied as bfloat16", remedy)
         return TORCH if self.dtype == torch.float64 else self.functions
 
     def _logits(self, h: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,21 @@ def generator_of(label: str, backend: str, schedules: Schedules) -> str:
     return backend if backend == "torch" else (schedules or {}).get(label, {}).get("backend", backend)
 
 
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for schedule fields that neither backend has. On the CPU fields mean nothing, but a slip is a slip."""
+    given = {n: x for n, x in fields.items() if n != "backend"}
+    if not given:
+        return
+    names = [fields["backend"]] if "backend" in fields else list(backends.GENERATING)
+    for name in names[::-1]:  # the first has the last word
+        try:
+            backends.schedule_from_json(name, given)
+            return
+        except ArgumentError:
+            if name == names[0]:
+                raise
+
+
 def launch_of(
     label: str,
     kernel: IRKernel,
@@ -83,6 +98,7 @@ def launch_of(
     """
     own = generator_of(label, backend, schedules)
     if backend == "torch":
+        _check_fields((schedules or {}).get(label, {}))
         return Launch(label, kernel, backend, None)
     given = {n: x for n, x in (schedules or {}).get(label, {}).items() if n != "backend"}
     backends.check_generating(own)
@@ -320,6 +336,12 @@ def check_width(name: str, dim: str, width: int, most: int) -> None:
     """Raises ArgumentError unless the last axis of a tensor is as wide as kernels take it."""
     if not is_width(width, most):
         fail(name, f"has {dim} = {width}, needs a multiple of 16 up to {most}", "pad the last dim with zeros")
+
+
+def check_no_grad(name: str, *tensors: torch.Tensor | None, remedy: str = "use torch.no_grad()") -> None:
+    """Raises ArgumentError where a gradient is wanted through an op that has none: torch would give none without a word."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        fail(name, "is for inference, but an input requires a gradient", remedy)
 
 
 def check_same(name: str, x: torch.Tensor, other: str, y: torch.Tensor, dtype: bool = True) -> None:

@@ -6,14 +6,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import torch
-
-from k3dsl.backends.torch.dtypes import from_torch
-from k3dsl.errors import ArgumentError, TraceError
+from k3dsl.errors import TraceError
 from k3dsl.ir import opset
 from k3dsl.ir.graph import Index, Op, Region, TensorParam, Value
 from k3dsl.ir.scalars import wrapped
@@ -56,15 +53,21 @@ def _short(path: str, folder: str) -> str:
     return os.path.join(*full.split(os.sep)[-3:])
 
 
+TORCH_NAMES = {
+    "torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16", "torch.int64": "i64",
+    "torch.int32": "i32", "torch.int16": "i16", "torch.int8": "i8", "torch.uint8": "u8", "torch.bool": "i1",
+    "torch.float8_e4m3fn": "f8e4m3", "torch.float8_e5m2": "f8e5m2",
+}  # fmt: skip
+"""Of dtypes that torch has too."""
+
+
 def as_dtype(value: object) -> DType:
     """A dtype of the language from itself, its name or torch's. Raises TraceError for anything else."""
     if isinstance(value, DType):
         return value
-    if isinstance(value, str) and value in DTYPES:
-        return DTYPES[value]
-    if isinstance(value, torch.dtype):
-        with suppress(ArgumentError):
-            return from_torch(value)
+    known = TORCH_NAMES.get(str(value), value)
+    if isinstance(known, str) and known in DTYPES:
+        return DTYPES[known]
     raise TraceError(f"{value!r} is no dtype", where=user_location(), fix=f"one of {', '.join(DTYPES)}")
 
 

@@ -143,9 +143,8 @@ def backend_override() -> str | None:
 
 def wanted_backend(device: torch.device) -> str:
     """torch on the CPU; on a GPU what `using_backend`, then K3DSL_BACKEND says: 'auto' leaves it to what was tuned."""
-    if computes_on_cpu(device):
-        return "torch"
-    return _wanted.get() or str(settings.get("K3DSL_BACKEND"))
+    named = _wanted.get() or str(settings.get("K3DSL_BACKEND"))  # refuses a name that there is not, on the CPU too
+    return "torch" if computes_on_cpu(device) else named
 
 
 def choose_backend(device: torch.device) -> str:

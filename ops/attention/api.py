@@ -12,6 +12,7 @@ from k3dsl.ops.attention.space import ATTENTION, MAX_WIDTH
 from k3dsl.ops.common import (
     Caller,
     check_contiguous_rows,
+    check_no_grad,
     check_numbers,
     check_rank,
     check_same,
@@ -190,6 +191,7 @@ def attention_decode(
     check_numbers(_check_filled, cache_seqlens, S)
     _check_numbers(scale, precision)
     scale = None if scale is None else float(scale)
+    check_no_grad("attention_decode", q, k_cache, v_cache, remedy="use torch.no_grad(), or attention for training")
     o, lse = torch.ops.k3dsl.attention_decode(q, k_cache, v_cache, cache_seqlens, scale, return_lse, precision)
     return (o, lse) if return_lse else o
 
@@ -224,7 +226,8 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, va
 
 
 def _check_numbers(scale: float | None, precision: str) -> None:
-    if scale is not None and not 0 < scale < math.inf:
-        fail("scale", f"is {scale}", "pass a positive finite number, or None for 1/sqrt(D)")
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if scale is not None and not (number and 0 < scale < math.inf):
+        fail("scale", f"is {scale!r}", "pass a positive finite number, or None for 1/sqrt(D)")
     if precision not in _PRECISIONS:
         fail("precision", f"is {precision!r}", f"one of {', '.join(_PRECISIONS)}")

@@ -12,6 +12,7 @@ from k3dsl.ops.attnres.space import MAX_SITES, MAX_WIDTH, MERGE, PHASE1, SITE
 from k3dsl.ops.common import (
     Caller,
     check_contiguous_rows,
+    check_no_grad,
     check_same,
     check_tensor,
     dtype_name,
@@ -27,6 +28,8 @@ _site = Caller(SITE)
 _merge = Caller(MERGE)
 _phase1 = Caller(PHASE1)
 F32 = torch.float32
+
+NO_GRAD = "use torch.no_grad(), or attnres with a list of rows for training"
 
 
 def plain(
@@ -301,7 +304,9 @@ def attnres(
     if snapshot is None and logits is None:
         out = torch.ops.k3dsl.attnres(rows, flat, query, key_norm, eps, norm_weight, norm_eps, return_h)
     else:
-        _check_no_grad("logits" if snapshot is None else "snapshot", bank, prefix, query, key_norm, norm_weight)
+        check_no_grad(
+            "logits" if snapshot is None else "snapshot", bank, prefix, query, key_norm, norm_weight, remedy=NO_GRAD
+        )
         out = torch.ops.k3dsl.attnres_site_(
             rows, flat, query, key_norm, logits, _written(snapshot), eps, norm_weight, norm_eps, return_h
         )
@@ -401,7 +406,7 @@ def attnres_merge(
     _check_statistics("m", m, prefix, (T,), "[T]")
     _check_statistics("l", l, prefix, (T,), "[T]")
     _check_statistics("o", o, prefix, (T, D), "[T, D]")
-    _check_no_grad("attnres_merge", m, l, o, prefix, query, key_norm, norm_weight)
+    check_no_grad("attnres_merge", m, l, o, prefix, query, key_norm, norm_weight, remedy=NO_GRAD)
     out = torch.ops.k3dsl.attnres_merge_(
         m, l, o, prefix, query, key_norm, _written(snapshot), eps, norm_weight, norm_eps, return_h
     )
@@ -479,7 +484,7 @@ def _check_phase1(bank: torch.Tensor, queries: torch.Tensor, eps: float) -> None
         fail("queries", reason, "attnres_fold(torch.stack(queries), key_norm)")
     _check_parameter("queries", queries, "bank", bank)
     _check_positive("eps", eps)
-    _check_no_grad("attnres_phase1", bank, queries)
+    check_no_grad("attnres_phase1", bank, queries, remedy=NO_GRAD)
 
 
 def _check_parameter(name: str, x: torch.Tensor, other: str, rows: torch.Tensor) -> None:
@@ -500,9 +505,3 @@ def _check_statistics(name: str, x: torch.Tensor, prefix: torch.Tensor, shape: t
         fail(name, f"has shape {list(x.shape)}, needs {dims} = {list(shape)}", "pass one site's of phase 1")
     check_same(name, x, "prefix", prefix, dtype=False)
     check_contiguous_rows(name, x)
-
-
-def _check_no_grad(name: str, *tensors: torch.Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        remedy = "use torch.no_grad(), or attnres with a list of rows for training"
-        fail(name, "is for inference, but an input requires a gradient", remedy)

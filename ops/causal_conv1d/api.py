@@ -11,6 +11,7 @@ from k3dsl.ops.causal_conv1d.space import CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE, M
 from k3dsl.ops.common import (
     Caller,
     check_contiguous_rows,
+    check_no_grad,
     check_offset_values,
     check_offsets,
     check_rank,
@@ -273,6 +274,7 @@ def causal_conv1d_update(
     activated = _check_activation(activation)
     _check_state("conv_state", conv_state, x, taps.shape[1])
     check_slots("slots", slots, x.shape[0], "conv_state", conv_state.shape[0], x)
+    check_no_grad("causal_conv1d_update", x, weight, bias, remedy="use torch.no_grad(), or causal_conv1d for training")
     call = torch.ops.k3dsl.causal_conv1d_update_
     return call(tokens, conv_state, taps, slots, bias, activated).view(x.shape)
 

@@ -10,7 +10,12 @@ import torch
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import gradients_again, token_divisor
+from k3dsl.ops.common import (
+    check_no_grad,
+    fail,
+    gradients_again,
+    token_divisor,
+)
 from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked
@@ -293,9 +298,18 @@ def kda(
         warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=2)
         state_v_first = kwargs.pop("transpose_state_layout")
     ignored = {"disable_recompute", "use_graph", "max_num_seqs"}
-    unknown = [name for name in kwargs if name not in ignored]
-    if unknown:
-        raise TypeError(f"kda() does not take {', '.join(unknown)}")
+    usual = {"cp_context": None, "chunk_indices": None, "return_intermediate_states": False}
+    for name, value in kwargs.items():
+        if name in usual and value is not usual[name]:
+            fail(name, f"is {value!r}, which kda does not do", f"leave it out, or pass {usual[name]}")
+        if name not in ignored | usual.keys():
+            raise TypeError(f"kda() does not take {name}")
+    if lower_bound is not None and not (use_gate_in_kernel or safe_gate):
+        fail(
+            "lower_bound",
+            "bounds a gate that is not asked for",
+            "set use_gate_in_kernel=True, or safe_gate for decay given",
+        )
     if safe_gate and lower_bound is None and not use_gate_in_kernel:
         lower_bound = -5.0
     bounded = lower_bound if use_gate_in_kernel or safe_gate else None
@@ -474,6 +488,9 @@ def kda_decode(
         A_log=A_log,
         dt_bias=dt_bias,
         state_v_first=state_v_first,
+    )
+    check_no_grad(
+        "kda_decode", q, k, v, g, beta, state, A_log, dt_bias, remedy="use torch.no_grad(), or kda for training"
     )
     call = torch.ops.k3dsl.kda_decode_ if in_place else torch.ops.k3dsl.kda_decode
     out = call(

@@ -76,7 +76,7 @@ def check_forward(
             All three bfloat16, float16 or float32 alike; the last dim contiguous, the others of any stride.
         g: [B, T, HV, K], of q's dtype or float32, last dim contiguous. beta: [B, T, HV], any float dtype and strides.
         initial_state: [N, HV, K, V], or [N, HV, V, K] with ``state_v_first``; float32 or bfloat16, last dim contiguous.
-        A_log: HV floats; dt_bias: HV*K floats. Neither is looked at without ``use_gate_in_kernel``.
+        A_log: HV floats; dt_bias: HV*K floats. Both of the gate of ``use_gate_in_kernel``.
         cu_seqlens: [N+1] int32 or int64 on q's device, then B must be 1. Its numbers (from 0, never down, to T) are
             checked if it lies on the CPU, or in ``cu_seqlens_cpu``, the same numbers on the CPU.
 
@@ -217,7 +217,7 @@ def _check_numbers(
     scale: float | None, lower_bound: float | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
 ) -> None:
     if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
-        fail("scale", f"is {scale}", "pass a finite number, or None for 1/sqrt(K)")
+        fail("scale", f"is {scale!r}", "pass a finite number, float(scale) of a tensor, or None for 1/sqrt(K)")
     if lower_bound is not None and (not isinstance(lower_bound, (int, float)) or not -math.inf < lower_bound < 0):
         fail(
             "lower_bound",
@@ -242,6 +242,13 @@ def _check_gate(
     dt_bias: torch.Tensor | None,
 ) -> None:
     if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                fail(
+                    name,
+                    "is of a gate that is not asked for",
+                    "set use_gate_in_kernel=True, or leave it out",
+                )
         return
     if A_log is None and lower_bound is None:
         fail("A_log", "is missing; the softplus gate needs it", "pass A_log [HV], or lower_bound for the bounded gate")

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from k3dsl.ops.common import Caller, check_contiguous_rows, check_numbers, check_same, check_slots, check_tensor, fail
+from k3dsl.ops.common import (
+    Caller,
+    check_contiguous_rows,
+    check_no_grad,
+    check_numbers,
+    check_same,
+    check_slots,
+    check_tensor,
+    fail,
+)
 from k3dsl.ops.kda_step.check import QKV, check_pool, check_step
 from k3dsl.ops.kda_step.space import COMMIT, STEP
 from k3dsl.runtime.replay import replayed
@@ -206,6 +215,7 @@ def kda_step(
         gate_activation=gate_activation,
         state_v_first=state_v_first,
     )
+    check_no_grad("kda_step", q, k, v, g, beta, output_gate, conv_weight, A_log, dt_bias, norm_weight, state)
     call = torch.ops.k3dsl.kda_step if output_states else torch.ops.k3dsl.kda_step_
     return call(
         q, k, v, g, beta, output_gate, taps, A_log, dt_bias, norm_weight, state, conv_state, slots, lower_bound, scale,

@@ -9,7 +9,13 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import check_slots, fail, gradients_again, token_divisor
+from k3dsl.ops.common import (
+    check_no_grad,
+    check_slots,
+    fail,
+    gradients_again,
+    token_divisor,
+)
 from k3dsl.ops.kda.api import layout
 from k3dsl.ops.linear_attention.check import (
     check_one_token,
@@ -412,6 +418,8 @@ def _one_token(
     check_state("state", state, q, None, (HV, K, V), v_first)
     check_pool(state)
     check_slots("state_indices", state_indices, q.shape[0], "state", state.shape[0], q)
+    remedy = "use torch.no_grad(), or the op for whole sequences for training"
+    check_no_grad("the op for one token", q, k, v, g, beta, state, remedy=remedy)
     call: Callable[..., Any] = torch.ops.k3dsl.linear_decode_ if in_place else torch.ops.k3dsl.linear_decode
     out = call(q, k, v, g, beta, state, state_indices, scale, l2norm, v_first)
     return (out, state) if in_place else out

@@ -10,7 +10,14 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import Caller, check_tensor, fail, gradients_again, size_class
+from k3dsl.ops.common import (
+    Caller,
+    check_no_grad,
+    check_tensor,
+    fail,
+    gradients_again,
+    size_class,
+)
 from k3dsl.ops.mla import check, plain
 from k3dsl.ops.mla.space import CACHE_WRITE, DECODE, PREFILL
 from k3dsl.ops.registration import torch_op
@@ -354,6 +361,7 @@ def mla_decode(
         ArgumentError: naming the argument, the reason and the remedy.
     """
     check.check_decode(q, kv_cache, page_table, cache_seqlens, scale, kv_lora_rank)
+    check_no_grad("mla_decode", q, kv_cache, remedy="use torch.no_grad(), or mla_prefill for training")
     number = None if scale is None else float(scale)
     o, lse = torch.ops.k3dsl.mla_decode(
         q, kv_cache, page_table, cache_seqlens, number, kv_lora_rank, causal, return_lse
@@ -393,5 +401,6 @@ def mla_cache_write(
     """
     check_tensor("kv_cache", kv_cache)
     check.check_write(latent, k_pe, kv_cache, slot_mapping, norm_weight, eps)
+    check_no_grad("mla_cache_write", latent, k_pe, kv_cache, norm_weight)
     torch.ops.k3dsl.mla_cache_write_(latent, k_pe, kv_cache, slot_mapping, norm_weight, float(eps))
     return kv_cache

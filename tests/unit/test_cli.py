@@ -76,6 +76,11 @@ REFUSED = [
     ((*DECODE, "--set", "gate=boundd"), "option gate cannot be 'boundd'", "choose one of bounded, softplus, none"),
     ((*DECODE, "--set", "scale=abc"), "option scale cannot be 'abc'", "give a number, or none"),
     ((*DECODE, "--dims", "B=3,H=2", "--dims", "B=4"), "dim B is given as 3 and as 4", "give it once"),
+    (
+        ("run", "softmax", "--dims", "R=4,N=64", "--set", "softmax.num_wraps=2"),
+        "unknown schedule field 'num_wraps'",
+        None,
+    ),
     ((*DECODE, "--set", "block_v"), "--set takes NAME=VALUE, got 'block_v'", "--set NAME=VALUE"),
     ((*DECODE, "--set", "decode.num_warps=3"), "num_warps must be a power of two up to 32, got 3", None),
     ((*DECODE, "--set", "decode.stages=3"), "stages go by loop label, got 3", "stages.LABEL=3"),

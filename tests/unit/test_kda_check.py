@@ -83,7 +83,7 @@ WRONG_TENSORS = [
 ]
 WRONG_SETTINGS = [
     (forward(scale=float("nan")), "scale", "is nan", "1/sqrt(K)"),
-    (forward(scale="x"), "scale", "is x", "1/sqrt(K)"),
+    (forward(scale="x"), "scale", "is 'x'", "1/sqrt(K)"),
     (forward(lower_bound="x"), "lower_bound", "is x", "-5.0 for Kimi K3"),
     *(
         (forward(**{n: [1.0]}), n, "is a list, needs a tensor", f"{n} as a torch.Tensor")
@@ -91,6 +91,8 @@ WRONG_SETTINGS = [
     ),
     (forward(q=None), "q", "is a NoneType, needs a tensor", "torch.Tensor"),
     (forward(initial_state=[1.0]), "initial_state", "is a list", "torch.Tensor"),
+    (forward(A_log=torch.zeros(4)), "A_log", "is of a gate that is not asked for", "use_gate_in_kernel=True"),
+    (forward(dt_bias=torch.zeros(256)), "dt_bias", "is of a gate that is not asked for", "use_gate_in_kernel=True"),
     (gate(A_log=[1.0]), "A_log", "is a list", "torch.Tensor"),
     (forward(lower_bound=0.0), "lower_bound", "is 0.0", "-5.0 for Kimi K3"),
     (forward(lower_bound=5.0), "lower_bound", "below 0", "-5.0 for Kimi K3"),
@@ -264,7 +266,6 @@ def test_a_wrong_argument_of_decode_is_named_with_the_remedy(
         {"use_gate_in_kernel": True, "A_log": torch.zeros(1, 1, 4, 1), "dt_bias": torch.zeros(4, 64)},
         {"use_gate_in_kernel": True, "lower_bound": -5.0},
         {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
-        {"A_log": torch.zeros(1), "dt_bias": torch.zeros(1)},  # not looked at without use_gate_in_kernel
     ],
 )
 def test_right_arguments_of_forward_give_the_dims(changes: dict[str, Any]) -> None:
@@ -298,3 +299,16 @@ def test_right_arguments_of_decode_give_the_dims() -> None:
     assert check_decode(**decode(state=apart)).S == 6
     own = decode(state=torch.zeros(3, 4, 32, 64), state_v_first=True, state_indices=None)
     assert check_decode(**own).S == 3
+
+
+def test_what_fla_passes_by_default_is_taken_and_what_it_changes_is_not() -> None:
+    from k3dsl.ops import kda
+
+    given = forward()
+    kda(**given, cp_context=None, chunk_indices=None, return_intermediate_states=False, disable_recompute=True)
+    with pytest.raises(ArgumentError, match="return_intermediate_states: is True, which kda does not do"):
+        kda(**given, return_intermediate_states=True)
+    with pytest.raises(ArgumentError, match="lower_bound: bounds a gate that is not asked for"):
+        kda(**given, lower_bound=-5.0)
+    with pytest.raises(TypeError, match="kda\\(\\) does not take nothing_known"):
+        kda(**given, nothing_known=1)

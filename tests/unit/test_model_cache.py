@@ -194,6 +194,7 @@ def test_bytes_by_part():
     [
         (lambda: Cache(CONFIG, 0), "rows: is 0"),
         (lambda: Cache(CONFIG, 1, page_size=0), "page_size: is 0"),
+        (lambda: Cache(CONFIG, 1, page_size=17), "page_size: is 17"),
         (lambda: Cache(CONFIG, 1).fork(0), "n: is 0"),
         (lambda: Cache(CONFIG, 2).reset([2]), "rows: names row 2"),
         (lambda: Cache(CONFIG, 2).reset([0, 0]), "rows: names a row twice"),
@@ -202,3 +203,45 @@ def test_bytes_by_part():
 def test_what_it_cannot_do_is_refused(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+# ---- what a call that fails leaves behind ----------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_a_call_is_said_before_a_row_changes(networks):
+    network, x = networks[1], ids(1, 45)
+    wanted = network(x).logits
+    cache = network.new_cache(1)
+    network(x[:, :20], past=cache)
+    with pytest.raises(ArgumentError, match="logits_to_keep"):
+        network(x[:, 20:], past=cache, logits_to_keep=x.shape[1])
+    with pytest.raises(ArgumentError, match="labels: is float32"):
+        network(x[:, 20:], past=cache, labels=x[:, 20:].float())
+    got = network(x[:, 20:], past=cache).logits
+    assert relative(got, wanted[:, 20:]) < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_rows_that_a_call_left_half_changed_are_refused_until_they_are_reset(networks, monkeypatch, tokens, error):
+    """The KDA states have moved on, and the count of tokens has not: going on from there would be wrong without a word."""
+    network, x = networks[1], ids(1, 45)
+    cache = network.new_cache(2)
+    network(x[:, :20].repeat(2, 1), past=cache)
+    layer = network.model.layers[-1]
+
+    def stop(*_, **__):
+        raise error("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", stop)
+        with pytest.raises(error):
+            network(x[:, 20 : 20 + tokens], past=cache, rows=[1])
+    for torn in (cache, cache.fork(2)):
+        rows = [1] if torn is cache else [2, 3]
+        with pytest.raises(ArgumentError, match=rf"left half changed: \[{rows[0]}\](.|\n)*reset"):
+            network(x[:, 20:21], past=torn, rows=rows[:1])
+    wanted = network(x).logits
+    assert relative(network(x[:, 20:], past=cache, rows=[0]).logits, wanted[:, 20:]) < 1e-4
+    cache.reset([1])
+    assert relative(network(x, past=cache, rows=[1]).logits, wanted) < 1e-4

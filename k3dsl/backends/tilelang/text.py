@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from k3dsl.backends.torch.dtypes import to_torch
 from k3dsl.ir.symbols import Expr
-from k3dsl.ir.types import DType
+from k3dsl.ir.types import DType, bf16
 
 TL_DTYPES = {
     "f64": "float64",
@@ -101,8 +100,9 @@ def literal(value: float | int | bool, dtype: DType) -> str:
     if not dtype.is_float:
         return str(int(value)) if dtype.name == "i32" else f"{name}({int(value)})"
     v = float(value)
-    if dtype.bits == 16:  # TVM would fold the conversion away
-        v = float(torch.tensor(v, dtype=torch.float64).to(to_torch(dtype)))
+    if dtype.bits == 16:  # of floats: TVM would fold the conversion away
+        held = torch.bfloat16 if dtype == bf16 else torch.float16
+        v = float(torch.tensor(v, dtype=torch.float64).to(held))
     if math.isinf(v):
         inf = f"tl.infinity({name})"
         return inf if v > 0 else f"(-{inf})"
