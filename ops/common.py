@@ -68,7 +68,7 @@ def generator_of(label: str, backend: str, schedules: Schedules) -> str:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for schedule fields that neither backend has. On the CPU fields mean nothing, but a slip is a slip."""
+    """Raises ArgumentError for schedule fields that neither backend has. They mean nothing on the CPU, but a slip is a slip."""
     given = {n: x for n, x in fields.items() if n != "backend"}
     if not given:
         return

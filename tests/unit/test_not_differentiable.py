@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_a_gradient_through_an_op_for_inference_is_refused(name: str) -> None:
     call, q = CALLS[name], r(2, 1, 1, 64)
     call(q)
-    with pytest.raises(ArgumentError, match="is for inference, but an input requires a gradient(.|\n)*torch.no_grad"):
+    with pytest.raises(ArgumentError, match=r"is for inference, but an input requires a gradient(.|\n)*torch.no_grad"):
         call(q.clone().requires_grad_())
     with torch.no_grad():
         call(q.clone().requires_grad_())
