@@ -262,6 +262,8 @@ def _check_state(config: KimiK3Config, wanted: list[Parameter], state: State) ->
 
 def config_of(path: str | os.PathLike[str]) -> KimiK3Config:
     """The config beside a checkpoint: of the folder, or of the folder that the file is in. Raises ArgumentError."""
+    if not isinstance(path, (str, os.PathLike)):
+        fail("folder", f"is {path!r}", "pass the path of a checkpoint's folder")
     place = Path(path)
     if not place.exists():
         fail(

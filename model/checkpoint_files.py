@@ -156,10 +156,10 @@ def some(names: Iterable[str], most: int = 12) -> str:
 
 def size_in_bytes(size: int | str) -> int:
     """Bytes of a size such as 5_000_000, '5GB' or '512 MiB'. Raises ArgumentError."""
-    if isinstance(size, int):
+    if isinstance(size, int) and not isinstance(size, bool):
         number: float = size
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
         if match is None or match[2].upper() not in _UNITS:
             raise ArgumentError(f"max_shard_size: {size!r} is no size", fix="write bytes, or '5GB' or '512MiB'")
         number = float(match[1]) * _UNITS[match[2].upper()]
@@ -176,6 +176,8 @@ class Writer:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ArgumentError(f"folder: is {folder!r}", fix="pass the path of a folder")
         self.folder = Path(folder).absolute()
         self.staging = self.folder.parent / f".{self.folder.name}.saving-{os.getpid()}"
         self.names: list[str] = []
@@ -186,7 +188,10 @@ class Writer:
         if self.folder.exists() and not self.folder.is_dir():
             raise ArgumentError(f"folder: {self.folder} is a file", fix="name a folder")
         shutil.rmtree(self.staging, ignore_errors=True)
-        self.staging.mkdir(parents=True)
+        try:
+            self.staging.mkdir(parents=True)
+        except OSError as error:
+            raise OSError(error.errno, f"{self.folder} cannot be written: {error.strerror}") from None
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from k3dsl.autotune.tuning import Problem, problem, tune_each
+from k3dsl.model.arguments import integers
 from k3dsl.ops.common import fail
 from k3dsl.ops.registry import get_op
 from k3dsl.runtime.executable import Call, recording
@@ -15,6 +16,9 @@ from k3dsl.runtime.executable import Call, recording
 if TYPE_CHECKING:
     from k3dsl.autotune.result import Result
     from k3dsl.model.network import KimiK3ForCausalLM
+
+
+COUNTS = "pass positive numbers, one or several"
 
 
 def run_once(model: KimiK3ForCausalLM, batch: int, length: int, decode: bool = True) -> None:
@@ -37,10 +41,12 @@ def warmup(model: KimiK3ForCausalLM, batch: int | Sequence[int] = 1, lengths: in
     Ops are compiled for classes of sizes, not for each size: lengths that share their divisibility by 16, 32, 64 and 128
     share code. Pass one length of each kind that will come.
     """
-    batches = (batch,) if isinstance(batch, int) else tuple(batch)
-    sizes = (lengths,) if isinstance(lengths, int) else tuple(lengths)
-    for number in batches:
-        for length in sizes:
+    given = {"batch": integers("batch", batch, COUNTS), "lengths": integers("lengths", lengths, COUNTS)}
+    for name, numbers in given.items():
+        if not numbers or min(numbers) < 1:
+            fail(name, f"is {numbers}", COUNTS)
+    for number in given["batch"]:
+        for length in given["lengths"]:
             run_once(model, number, length)
             _run_ragged(model, number, length)
 

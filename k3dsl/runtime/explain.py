@@ -57,7 +57,7 @@ def explain(point: Point, backend: str, target: Target) -> Explanation:
     built: list[tuple[Launch, Artifact]] = []
     for launch in plan.launches:
         reasons = legality(launch, target)
-        refusals += [Refusal(launch.label, reason) for reason in reasons]
+        refusals += [Refusal(launch.label, reason) for reason in dict.fromkeys(reasons)]
         if reasons or refused:
             continue
         try:

@@ -54,7 +54,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.T
     Args:
         x: [..., D], bf16, fp16 or fp32, D up to 65536.
         weight: [D], of x's dtype or fp32.
-        eps: a positive number. A new value compiles anew.
+        eps: a finite number of at least 0. A new value compiles anew.
 
     Returns:
         [..., D] in x's dtype. Differentiable; the backward pass is plain torch.

@@ -144,3 +144,30 @@ def test_a_config_file_stands_for_its_folder(model: KimiK3ForCausalLM, tmp_path:
     model.save_pretrained(tmp_path)
     again = KimiK3ForCausalLM.from_pretrained(tmp_path / "config.json")
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: m.save_pretrained(None), "folder: is None"),
+        (lambda m: m.save_pretrained("nowhere", max_shard_size=None), "max_shard_size: None is no size"),
+        (lambda m: type(m).from_pretrained(None), "folder: is None"),
+        (lambda m: type(m).from_config("K3-tiny", dtype="float31"), "dtype: is 'float31'"),
+        (lambda m: m.warmup(batch="a"), "batch: is 'a'"),
+        (lambda m: m.warmup(lengths=[]), r"lengths: is \[\]"),
+    ],
+)
+def test_what_is_no_folder_no_size_no_dtype_and_no_count_is_named(call, says):
+    from k3dsl.model import KimiK3ForCausalLM
+
+    network = KimiK3ForCausalLM.from_config("K3-tiny", dtype="float32")
+    with pytest.raises(ArgumentError, match=says):
+        call(network)
+
+
+def test_mxfp4_experts_say_which_dtype_a_network_needs():
+    from k3dsl.model import KimiK3Config, KimiK3ForCausalLM
+
+    network = KimiK3ForCausalLM.from_config(KimiK3Config.k3_tiny().with_mxfp4_experts(), dtype=torch.float32)
+    with pytest.raises(ArgumentError, match="dtype: is float32, and MXFP4 experts are multiplied as bfloat16"):
+        network(torch.ones(1, 3, dtype=torch.long))
