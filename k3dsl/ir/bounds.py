@@ -27,8 +27,8 @@ def check_index(op: Op, tensor: TensorParam, runs: bool = True) -> Problem | Non
     if order is not None and sorted(order) != list(range(len(access_shape(op, tensor)))):
         return f"order={order} is no permutation of the tile's axes", None
     contiguity = op.attrs.get("contiguity")
-    if contiguity is not None and contiguity < 1:
-        return f"contiguity={contiguity} must be at least 1", None
+    if contiguity is not None and (contiguity < 1 or contiguity & (contiguity - 1)):
+        return f"contiguity={contiguity} must be a power of two", "a thread's neighbours of the last axis: 1, 2, 4 or 8"
     return None
 
 

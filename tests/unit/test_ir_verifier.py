@@ -140,7 +140,8 @@ LINES = {
         "the mask must be i1[16,16], got i1[16]",
     ),
     "an order of the wrong axes": ("  %b: f32[16] = load x[%p, :] order=(1, 0)\n", "order=(1, 0) is no permutation"),
-    "a contiguity of nothing": ("  %b: f32[16] = load x[%p, :] contiguity=0\n", "contiguity=0 must be at least 1"),
+    "a contiguity of nothing": ("  %b: f32[16] = load x[%p, :] contiguity=0\n", "contiguity=0 must be a power of two"),
+    "a contiguity of three": ("  %b: f32[16] = load x[%p, :] contiguity=3\n", "contiguity=3 must be a power of two"),
     "a step backwards": ("  loop %i in %p .. %p step=-1:\n    yield\n", "step must be at least 1, got -1"),
     "a loop over floats": ("  loop %i in %s .. %p:\n    yield\n", "start and stop must be i32 scalars"),
     "a body that returns too little": (
