@@ -98,13 +98,14 @@ SLOW_OPS = (
 @functools.cache
 def sources(op: str, second: bool, target: str = "sm_90a") -> dict[str, Source]:
     """By kernel, with pipelines that the target's shared memory allows."""
-    plan = get_op(op).point({}, OTHER[op] if second else {}, symbolic=True).plan("tilelang")
+    where = get_target(target)
+    plan = get_op(op).point({}, OTHER[op] if second else {}, symbolic=True, target=where).plan("tilelang")
     found: dict[str, Source] = {}
     for launch in plan.launches:
         shallow = replace(launch.schedule, stages=dict.fromkeys(launch.schedule.stages, 2))
         for schedule in (launch.schedule, *launch.smaller, shallow):
             with contextlib.suppress(ResourceError):
-                found[launch.label] = lower(replace(launch, schedule=schedule), get_target(target))
+                found[launch.label] = lower(replace(launch, schedule=schedule), where)
                 break
     return found
 
