@@ -24,6 +24,11 @@ _WHERE = {
 }
 
 
+def __dir__() -> list[str]:
+    """What users name; packages that are imported by their own names included."""
+    return sorted([*__all__, "autotune", "language", "model", "ops"])
+
+
 def __getattr__(name: str) -> Any:
     """Imports on first use: a bundle loads without any compiler, and `import k3dsl` stays quick."""
     if name in _WHERE:

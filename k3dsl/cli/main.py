@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ class K3Group(TyperGroup):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         extra["standalone_mode"] = False
         self.traceback = False
+        shown, warnings.showwarning = warnings.showwarning, _warn
         try:
             status = super().main(args=args, prog_name=prog_name, **extra)
         except K3Error as error:
@@ -42,7 +44,14 @@ class K3Group(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):
             print("stopped", file=sys.stderr)
             status = 130
+        finally:
+            warnings.showwarning = shown
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """A warning as commands print it: without the line of k3dsl that gave it."""
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _report(error: K3Error) -> None:

@@ -165,7 +165,9 @@ def _show(result: Result, facts: Mapping[str, Any]) -> None:
     if len(facts["by"]) > 1:
         print(f"run by: {', '.join(f'{name} ({count})' for name, count in sorted(facts['by'].items()))}")
     if facts["same_code"]:
-        print(f"{facts['same_code']} trials gave code that another had given, and were not run")
+        same = facts["same_code"]
+        many = "1 trial gave" if same == 1 else f"{same} trials gave"
+        print(f"{many} code that another had given: not run again")
     if lanes := result.lanes():
         print(lanes)
     for proposal, outcome in result.turned_away:

@@ -350,6 +350,7 @@ def check_names(what: str, given: Iterable[str], known: list[str], op: str | Non
     """Raises UnknownNameError for the first name that is not known, with near misses."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+            parts = [n for n in known if n.startswith(f"{name}.")]  # kda of kda.forward
+            near = parts or difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
             raise UnknownNameError(f"unknown {what} {name!r}{f' of {op}' if op else ''}; {hint}")

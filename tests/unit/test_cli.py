@@ -49,6 +49,7 @@ def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 DECODE = ("show", "kda.decode")
 MISTAKES = [
     (("ops", "kda.foward"), "unknown op 'kda.foward'; did you mean kda.forward?"),
+    (("ops", "kda"), "unknown op 'kda'; did you mean kda.forward or kda.decode or kda.step or kda.commit?"),
     (("show", "xyz"), f"unknown op 'xyz'; known: {', '.join(op_names())}"),
     ((*DECODE, "--target", "sm_91a"), "unknown target 'sm_91a'; did you mean sm_90a or"),
     ((*DECODE, "--set", "blok_v=8"), "unknown knob or option 'blok_v' of kda.decode; did you mean block_v?"),
@@ -232,6 +233,15 @@ def test_ops_lists_every_op_and_all_about_one():
 )
 def test_show_prints_a_kernel_at_each_stage(stage, target, pattern):
     assert re.search(pattern, run("show", "kda.decode", *SMALL, "--stage", stage, "--target", target).stdout)
+
+
+def test_a_warning_is_one_line_without_the_place_that_gave_it(tmp_path):
+    (tmp_path / "pack.json").write_text("{")
+    at = ("cache", "why", "softmax", "--dims", "R=4,N=64", "--gpu", "cpu")
+    done = process(*at, K3DSL_PACK=str(tmp_path / "pack.json"), K3DSL_CACHE_DIR=str(tmp_path))
+    (line,) = [text for text in done.stderr.splitlines() if "pack.json" in text]
+    assert line.startswith("warning: ")
+    assert ".py" not in done.stderr
 
 
 def test_a_slip_in_a_schedule_is_one_on_the_cpu_too():
