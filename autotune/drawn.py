@@ -76,7 +76,7 @@ def planned_calls(
     target: Target | None = None,
 ) -> list[Call]:
     """The executables that a call on such inputs would run on a GPU, see dispatch.planning. settings: knobs and schedule
-    fields; the op's defaults for the rest."""
+    fields; the op's defaults for the rest, those of the target where it is known."""
     knobs, _, schedules = op.split_settings(settings)
     chosen = forced(op, knobs, schedules) if knobs or schedules else defaults_only(op)
     assert op.call is not None

@@ -15,7 +15,7 @@ from k3dsl.autotune import journal as journals
 from k3dsl.autotune import study
 from k3dsl.autotune.journal import Record
 from k3dsl.autotune.search import lanes_line
-from k3dsl.autotune.trial import End
+from k3dsl.autotune.trial import End, backends_of
 from k3dsl.backends.common import write_whole
 from k3dsl.errors import ArgumentError
 
@@ -61,7 +61,7 @@ class Study:
         """'triton', 'tilelang', or both where the launches of an op differ."""
         first = self.about["backends"][0]
         labels = record.outcome.sources or {name.split(".")[0]: "" for name in record.settings if "." in name}
-        used = {str(record.settings.get(f"{label}.backend", first)) for label in labels or ("",)}
+        used = backends_of(record.settings, labels or ("",), first)
         return " + ".join(name for name in self.about["backends"] if name in used)
 
 

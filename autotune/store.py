@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3dsl import settings
 from k3dsl.autotune.key import GATES, Key, bucket_of, digest_of, key_of, options_of
-from k3dsl.autotune.trial import Candidate, End, Outcome
+from k3dsl.autotune.trial import Candidate, End, Outcome, backends_of
 from k3dsl.backends.common import write_whole
 from k3dsl.errors import ArgumentError, CacheWarning, UnknownNameError
 from k3dsl.runtime.bundle_writer import plain
@@ -54,9 +54,7 @@ class Winner:
     @property
     def backends(self) -> list[str]:
         """The backends that its launches go through."""
-        return sorted(
-            {str(self.settings.get(f"{label}.backend", self.backend)) for label in self.key.ir} or {self.backend}
-        )
+        return sorted(backends_of(self.settings, self.key.ir, self.backend) or {self.backend})
 
     @property
     def unusual(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -31,6 +31,11 @@ class End(str, Enum):
 def end_of_reasons(reasons: Sequence[Reason]) -> End:
     """How a refused point counts: by what the target has too little of, or as illegal."""
     return End.OVER_RESOURCE if all(r.code in RESOURCES for r in reasons) else End.ILLEGAL
+
+
+def backends_of(settings: Mapping[str, Any], labels: Iterable[str], default: str) -> set[str]:
+    """The backends that launches of these labels go through with a candidate's settings."""
+    return {str(settings.get(f"{label}.backend", default)) for label in labels}
 
 
 def written(settings: Mapping[str, Any]) -> list[str]:

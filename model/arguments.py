@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from k3dsl.model.cache import Cache
 
 INTEGERS = (torch.int32, torch.int64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Dtypes of networks; fp64 runs on plain torch alone."""
 
 
 def integer(name: str, x: object, least: int, what: str) -> int:
@@ -37,7 +39,7 @@ def number(name: str, x: object, what: str) -> float:
 def float_dtype(name: str, x: object) -> torch.dtype:
     """x, a dtype or its name, as a dtype that networks have. Raises ArgumentError."""
     found = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
-    if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if found not in FLOATS:
         shown = dtype_name(found) if isinstance(found, torch.dtype) else repr(x)
         fail(name, f"is {shown}", "pass torch.bfloat16, torch.float16 or torch.float32")
     assert isinstance(found, torch.dtype)

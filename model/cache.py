@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3dsl.model.arguments import integer, integers
+from k3dsl.model.arguments import FLOATS, integer, integers
 from k3dsl.ops.common import fail
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Cache:
         if page_size % 16:
             fail("page_size", f"is {page_size}", "pass a multiple of 16: kernels read pages in blocks")
         capacity = integer("capacity", capacity, 0, "pass how many tokens a row holds before the pages grow")
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        if dtype not in FLOATS:
             fail("dtype", f"is {dtype}", "pass the network's dtype, as model.new_cache does")
         self.config = config
         self.rows, self.page_size, self.growable = rows, page_size, growable

@@ -15,7 +15,7 @@ from k3dsl.ir import opset
 from k3dsl.ir.graph import Index, Op, Region, TensorParam, Value
 from k3dsl.ir.scalars import wrapped
 from k3dsl.ir.symbols import Expr
-from k3dsl.ir.types import DTYPES, DType, f32, i1, i32, i64
+from k3dsl.ir.types import DTYPES, TORCH_NAMES, DType, f32, i1, i32, i64
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("frontend", "ir", "passes"))
@@ -53,21 +53,15 @@ def _short(path: str, folder: str) -> str:
     return os.path.join(*full.split(os.sep)[-3:])
 
 
-TORCH_NAMES = {
-    "torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16", "torch.int64": "i64",
-    "torch.int32": "i32", "torch.int16": "i16", "torch.int8": "i8", "torch.uint8": "u8", "torch.bool": "i1",
-    "torch.float8_e4m3fn": "f8e4m3", "torch.float8_e5m2": "f8e5m2",
-}  # fmt: skip
-"""Of dtypes that torch has too."""
+_BY_NAME = DTYPES | {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
 def as_dtype(value: object) -> DType:
     """A dtype of the language from itself, its name or torch's. Raises TraceError for anything else."""
     if isinstance(value, DType):
         return value
-    known = TORCH_NAMES.get(str(value), value)
-    if isinstance(known, str) and known in DTYPES:
-        return DTYPES[known]
+    if str(value) in _BY_NAME:
+        return _BY_NAME[str(value)]
     raise TraceError(f"{value!r} is no dtype", where=user_location(), fix=f"one of {', '.join(DTYPES)}")
 
 

@@ -210,7 +210,7 @@ class TensorRef:
         builder = Builder.current()
         operands, index = self._index(key)
         shape = access_shape(Op(opcode, operands, [], index=index, loc=user_location()), self.param)
-        if isinstance(value, float) and self.dtype.is_int and not self.dtype.is_bool:
+        if isinstance(value, float) and self.dtype.is_int:
             tile = Tile(builder.constant(value, self.dtype))
         else:
             tile = lift(value, self.dtype)

@@ -109,6 +109,12 @@ def uniform_constant(value: Value) -> float | int | bool | None:
     return op.attrs["value"] if op is not None and op.opcode == "const" else None
 
 
+def clamped(source: DType, target: DType) -> tuple[int, int] | None:
+    """The range that a conversion from floats is clamped to on its way through i32, which saturates by itself; None where it
+    needs no such way: fewer bits would wrap."""
+    return integer_range(target) if source.is_float and target.is_int and target.bits < 32 else None
+
+
 def wrapped(value: int, dtype: DType) -> int:
     """What an integer is in a dtype that may not hold it: its lowest bits."""
     low, high = integer_range(dtype)

@@ -50,7 +50,12 @@ i8 = DType("i8", "int", 8)
 u8 = DType("u8", "uint", 8)
 i1 = DType("i1", "bool", 1)
 
-DTYPES: dict[str, DType] = {t.name: t for t in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u8, i1)}
+TORCH_NAMES: dict[DType, str] = {
+    f64: "float64", f32: "float32", f16: "float16", bf16: "bfloat16", f8e4m3: "float8_e4m3fn", f8e5m2: "float8_e5m2",
+    i64: "int64", i32: "int32", i16: "int16", i8: "int8", u8: "uint8", i1: "bool",
+}  # fmt: skip
+"""Every dtype, and what torch calls it."""
+DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in TORCH_NAMES}
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,8 @@ def facts_of(layouts: Layouts) -> tuple[dict[str, tuple[int | Sym, ...]], dict[s
             if stride == 1 if shape[axis] != 1 else axis == last:
                 symbols.append(1)
                 continue
-            if (
-                shape[axis] == 1
-            ):  # any would do; descriptors of the tensor memory accelerator want a multiple of 16 bytes
-                stride = ALIGNMENT
+            if shape[axis] == 1:
+                stride = ALIGNMENT  # any would do; TMA's descriptors want a multiple of 16 bytes
             divisor = next(n for n in (16, 8, 4, 2, 1) if stride % n == 0)
             symbol = Sym(f"{name}_stride{axis}", divisor, 0, NARROW if stride <= NARROW else 1 << 45)
             symbols.append(symbol)

@@ -10,12 +10,7 @@ import torch
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.errors import ArgumentError
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import (
-    check_no_grad,
-    fail,
-    gradients_again,
-    token_divisor,
-)
+from k3dsl.ops.common import check_no_grad, fail, gradients_again, token_divisor
 from k3dsl.ops.kda import plans
 from k3dsl.ops.kda.check import check_decode, check_forward
 from k3dsl.ops.kda.chunked import chunked

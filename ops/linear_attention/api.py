@@ -9,13 +9,7 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import (
-    check_no_grad,
-    check_slots,
-    fail,
-    gradients_again,
-    token_divisor,
-)
+from k3dsl.ops.common import check_no_grad, check_slots, fail, gradients_again, token_divisor
 from k3dsl.ops.kda.api import layout
 from k3dsl.ops.linear_attention.check import (
     check_one_token,

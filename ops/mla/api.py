@@ -10,14 +10,7 @@ import torch
 
 from k3dsl.backends.torch.dtypes import from_torch
 from k3dsl.ir.symbols import Sym
-from k3dsl.ops.common import (
-    Caller,
-    check_no_grad,
-    check_tensor,
-    fail,
-    gradients_again,
-    size_class,
-)
+from k3dsl.ops.common import Caller, check_no_grad, check_tensor, fail, gradients_again, size_class
 from k3dsl.ops.mla import check, plain
 from k3dsl.ops.mla.space import CACHE_WRITE, DECODE, PREFILL
 from k3dsl.ops.registration import torch_op

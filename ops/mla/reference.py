@@ -22,9 +22,8 @@ def _softmax(scores: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Te
     """Weights [H, T, S] and the natural log-sum-exp [H, T] of scores [H, T, S]."""
     T, S = scores.shape[1:]
     if causal:
-        hidden = torch.arange(S, device=scores.device)[None, :] > torch.arange(T, device=scores.device)[:, None] + (
-            S - T
-        )
+        newest = torch.arange(T, device=scores.device)[:, None] + (S - T)
+        hidden = torch.arange(S, device=scores.device)[None, :] > newest
         scores = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(scores, -1)
     return torch.where(lse[..., None] == -math.inf, 0.0, torch.exp(scores - lse[..., None])), lse
@@ -78,9 +77,8 @@ def decode(
     for b, length in enumerate(cache_seqlens.tolist()):
         pages = page_table[b, : -(-length // page)].long()
         rows = kv_cache[pages].reshape(-1, kv_cache.shape[-1])[:length].double()
-        weights, lse[b] = _softmax(
-            torch.einsum("thk,sk->hts", q[b].double(), rows) * scale, causal
-        )  # keys of all heads
+        scores = torch.einsum("thk,sk->hts", q[b].double(), rows) * scale  # all heads share the keys
+        weights, lse[b] = _softmax(scores, causal)
         o[b] = torch.einsum("hts,sc->thc", weights, rows[:, :C])
     return o, lse
 

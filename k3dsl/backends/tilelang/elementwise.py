@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from k3dsl.backends.tilelang.text import atom, opened, tl_dtype
-from k3dsl.ir.scalars import integer_range
+from k3dsl.ir.scalars import clamped
 from k3dsl.ir.types import DType, f32
 
 CALLS = {
@@ -40,8 +40,8 @@ def cast_text(text: str, source: DType, target: DType) -> str:
     """The text of a value of `source` as `target`."""
     if source == target:
         return text
-    if source.is_float and target.is_int and target.bits < 32:  # int32 saturates, fewer bits would wrap
-        low, high = integer_range(target)
+    if (ends := clamped(source, target)) is not None:
+        low, high = ends
         return f"tl.cast(tl.max(tl.min(tl.cast({opened(text)}, tl.int32), {high}), {low}), {tl_dtype(target)})"
     if target.is_bool:
         return f"{atom(text)} != {'0' if not source.is_float else 'tl.float32(0.0)'}"

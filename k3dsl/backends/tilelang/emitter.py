@@ -209,7 +209,7 @@ class Emitter(Writer):
             return args[0]
         wide = widened(code, dtype)
         computed = f32 if wide else dtype
-        if code in MAY_OVERFLOW and dtype.is_int and not dtype.is_bool and dtype.bits < 32:
+        if code in MAY_OVERFLOW and dtype.is_int and dtype.bits < 32:
             wide, computed = True, i32  # C computes in int, and would not wrap its result
         if wide:
             args = [f"tl.cast({opened(a)}, {tl_dtype(computed)})" for a in args]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from k3dsl.backends.tilelang.access import Access, shape_text, strides_text
-from k3dsl.backends.tilelang.elementwise import negated
+from k3dsl.backends.tilelang.elementwise import cast_text, negated
 from k3dsl.backends.tilelang.overlap import overlapped
 from k3dsl.backends.tilelang.placement import REGISTERS
 from k3dsl.backends.tilelang.prelude import prelude
@@ -15,10 +15,15 @@ from k3dsl.backends.tilelang.uses import SHAPE_OPS
 from k3dsl.ir.graph import Op, Region, Value, walk
 from k3dsl.ir.scalars import uniform_constant
 from k3dsl.ir.symbols import INT32_MAX
-from k3dsl.ir.types import TileType, f32
+from k3dsl.ir.types import DType, TileType, f32
 
 MAX_INLINE = 60
 STAGED_BYTES = 4096
+
+
+def _passed(dtype: DType) -> DType:
+    """What a scalar is passed as: TileLang's host code knows no float of fewer than 32 bits."""
+    return f32 if dtype.is_float and dtype.bits < 32 else dtype
 
 
 class Printer(ProductPrinter):
@@ -32,8 +37,7 @@ class Printer(ProductPrinter):
         self.used.update(s.name for s in kernel.scalars)
         self.used.add(name)
         for s, v in zip(kernel.scalars, kernel.scalar_values, strict=True):
-            narrow = s.dtype.is_float and s.dtype.bits < 32  # TileLang's host code has no such number
-            self.text_of[id(v)] = f"tl.cast({s.name}, {tl_dtype(s.dtype)})" if narrow else s.name
+            self.text_of[id(v)] = cast_text(s.name, _passed(s.dtype), s.dtype)
         self.programs = [self.name(f"program_{axis}") for axis in range(len(kernel.grid))]
         self.depth = 3
         self.region(kernel.body)
@@ -59,8 +63,7 @@ class Printer(ProductPrinter):
         kernel = self.kernel
         parameters = [f"{t.name}_ptr: tl.ptr({tl_dtype(t.dtype)})" for t in kernel.tensors]
         parameters += [f"{s.name}: tl.{'int32' if s.max <= INT32_MAX else 'int64'}" for s in kernel.dims]
-        wide = [f32 if s.dtype.is_float and s.dtype.bits < 32 else s.dtype for s in kernel.scalars]
-        parameters += [f"{s.name}: {tl_dtype(dtype)}" for s, dtype in zip(kernel.scalars, wide, strict=True)]
+        parameters += [f"{s.name}: {tl_dtype(_passed(s.dtype))}" for s in kernel.scalars]
         self.line(f"def {name}():")
         self.depth += 1
         self.line("@tl.prim_func")

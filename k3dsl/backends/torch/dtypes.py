@@ -8,20 +8,7 @@ from k3dsl.errors import ArgumentError
 from k3dsl.ir import types
 from k3dsl.ir.types import DType
 
-_TORCH: dict[DType, torch.dtype] = {
-    types.f64: torch.float64,
-    types.f32: torch.float32,
-    types.f16: torch.float16,
-    types.bf16: torch.bfloat16,
-    types.f8e4m3: torch.float8_e4m3fn,
-    types.f8e5m2: torch.float8_e5m2,
-    types.i64: torch.int64,
-    types.i32: torch.int32,
-    types.i16: torch.int16,
-    types.i8: torch.int8,
-    types.u8: torch.uint8,
-    types.i1: torch.bool,
-}
+_TORCH: dict[DType, torch.dtype] = {dtype: getattr(torch, name) for dtype, name in types.TORCH_NAMES.items()}
 _K3DSL = {v: k for k, v in _TORCH.items()}
 _F8_MAX = {types.f8e4m3: 448.0, types.f8e5m2: 57344.0}
 

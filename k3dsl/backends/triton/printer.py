@@ -14,7 +14,7 @@ from k3dsl.backends.triton.text import atom, opened, pow2
 from k3dsl.errors import LegalityError
 from k3dsl.ir.graph import Kernel, Op, Region, Value, walk
 from k3dsl.ir.opset import BINARY, BITWISE, COMPARE, MXFP4_GROUP, UNARY_FLOAT
-from k3dsl.ir.scalars import integer_range
+from k3dsl.ir.scalars import clamped
 from k3dsl.ir.types import f32
 
 MAX_INLINE = 88
@@ -238,8 +238,8 @@ class Printer(ReductionPrinter):
             self.bind(op, f"{self.atom(v)} != 0")
             return
         text = self.held(v) if _bare(v) else self.atom(v)
-        if v.dtype.is_float and dtype.is_int and dtype.bits < 32:  # int32 saturates, fewer bits would wrap
-            low, high = integer_range(dtype)
+        if (ends := clamped(v.dtype, dtype)) is not None:
+            low, high = ends
             inner = f"{text}.to(tl.float32)" if v.dtype.bits == 8 else text
             text = f"tl.minimum(tl.maximum({inner}.to(tl.int32), {low}), {high}).to({TL_DTYPES[dtype.name]})"
             self.bind(op, text, atomic=True, zero=id(v) in self.zero_padded)
